@@ -1,9 +1,9 @@
 """The `dtlayout` command: one subcommand a question, each a module of `dtlayout.commands`.
 
-A command module has EXAMPLE, `add_arguments(parser)` and `run(options)`, which returns the exit code; it is imported
-only when it is asked for, so that each starts as fast as it can. With `--json` stdout holds one JSON document and
-nothing else, of what is wrong too: {"ok": false, "problems": […]}. Without it problems are lines on stderr. Their exit
-code is 2, that of Ctrl-C 130.
+A command module has EXAMPLE, `add_arguments(parser)` and `run(options)`, which returns the exit code. It is imported
+only when its command is asked for, so that each command starts as fast as it can. With `--json` stdout holds one JSON
+document and nothing else; errors are {"ok": false, "problems": […]}. Without it errors are lines on stderr. The exit
+code is 2 for errors, and 130 for Ctrl-C.
 """
 
 import argparse
@@ -51,12 +51,12 @@ STAGES = {
         "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",
     },
 }
-"""Question, in the order of the work → commands that answer it, with a sentence each."""
+"""Question → commands that answer it, with a sentence each; questions are in the order of the work."""
 COMMANDS = {name: text for commands in STAGES.values() for name, text in commands.items()}
 
 
 def list_stages() -> list[str]:
-    """Where somebody starts who has typed no command."""
+    """Lines for a user who has typed no command."""
     width = max(map(len, COMMANDS))
     lines = ["Parallel layouts for training Llama and Qwen, in the order of the work:"]
     for stage, commands in STAGES.items():
@@ -67,18 +67,18 @@ def list_stages() -> list[str]:
 
 
 def _is_override(text: str) -> bool:
-    """Whether it sets a key of a config, the layout as it is printed, or the model."""
+    """Whether an argument sets a key of a config, the layout as it is printed, or the model."""
     key = text.partition("=")[0]
     return "." in key or key in ("--layout", "--model")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Arguments whose errors are a JSON document where one was asked for."""
+    """A parser whose errors are a JSON document if the user asked for one."""
 
     is_json = False
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the arguments, and end with exit code 2."""
+        """Print the error in the arguments, and end with exit code 2."""
         if self.is_json:
             _refuse([f"{self.prog}: {message}"], is_json=True)
             self.exit(EXIT_REFUSED)
@@ -86,8 +86,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refuse(problems: Sequence[str], *, is_json: bool) -> None:
-    """Say why a command is refused: one JSON document of rank 0, or lines of one rank a node."""
-    with suppress(BrokenPipeError, Unwritten):  # it is refused all the same
+    """Print why a command is refused: one JSON document of rank 0, or lines of one rank a node."""
+    with suppress(BrokenPipeError, Unwritten):  # the command is refused all the same
         if not is_json and os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(problems), file=sys.stderr)
         elif is_json and os.environ.get("RANK", "0") == "0":
@@ -98,13 +98,13 @@ def _refuse(problems: Sequence[str], *, is_json: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with guarded(is_answer=True):
             try:
                 return _answer(arguments)
-            except BrokenPipeError:  # who reads has seen enough; nothing more is said
+            except BrokenPipeError:  # the reader has seen enough; nothing more is said
                 return EXIT_DONE
             except Unwritten as error:
                 print(error, file=sys.stderr)
@@ -116,13 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(arguments: list[str]) -> int:
-    """Run to the last letter of the answer, which may be kept back until then."""
+    """Run the command, and write all of its answer, parts of which may be held back until its end."""
     try:
         exit_code = _run(arguments)
-    except SystemExit:  # after a help, or an argument that is wrong
+    except SystemExit:  # after a help, or a wrong argument
         finish_answer()
         raise
-    with suppress(BrokenPipeError, Unwritten) if exit_code else nullcontext():  # which says what was wrong before
+    with suppress(BrokenPipeError, Unwritten) if exit_code else nullcontext():  # it was printed before
         finish_answer()
     return exit_code
 
@@ -163,17 +163,17 @@ def _run(arguments: list[str]) -> int:
 
 
 def _find_hint(parser: argparse.ArgumentParser, unknown: Sequence[str], options: argparse.Namespace) -> str:
-    """The option that was meant instead of the first unknown one, or how to override a config; empty for neither."""
+    """A hint: the option that the first unknown one may mean, or how to override a config; empty if neither fits."""
     import difflib  # only now: most command lines are right
 
-    names = parser._option_string_actions  # argparse tells its options in no other way
+    names = parser._option_string_actions  # argparse has no public list of its options
     if near := difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1):
         return f"; did you mean {near[0]}?"
     return "; an override is written --section.key=value" if "config" in options else ""
 
 
 def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:
-    """Print the help or the version, or what is wrong with arguments that name no command, and end."""
+    """Print the help, the version or an error for arguments that name no command, and end."""
     overview = _Parser(prog="dtlayout", description="Parallel layouts for Llama training.")
     overview.is_json = is_json
     torch = find_version("torch", otherwise="not installed")
@@ -183,12 +183,12 @@ def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:
     for each, text in COMMANDS.items():
         commands.add_parser(each, help=text)
     overview.parse_args(arguments)
-    overview.error("a COMMAND comes first")  # of arguments that are right, but for their order
+    overview.error("a COMMAND comes first")  # the arguments are right, but for their order
 
 
 def run() -> NoReturn:
-    """The command line as a process of its own, also as ranks of torchrun."""
-    from dtlayout.base.process import leave  # only now: most of what ends before needs nothing of it
+    """Run the command line as a process of its own, also as one of torchrun's ranks."""
+    from dtlayout.base.process import leave  # only now: most commands that end earlier do not need it
 
     leave(main())
 

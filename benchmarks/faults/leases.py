@@ -181,7 +181,7 @@ def meet_lease(folder: Path, what: str, offset_s: float, beats: bool) -> Event:
         while True:
             moment = time.time() + offset_s
             os.utime(path, (moment, moment))
-            if not beats or is_over.wait(lease.BEAT_S):
+            if not beats or is_over.wait(lease.HEARTBEAT_S):
                 break
 
     heart = threading.Thread(target=touch, daemon=True)
@@ -195,7 +195,7 @@ def meet_lease(folder: Path, what: str, offset_s: float, beats: bool) -> Event:
         is_refused, waited_s = True, time.monotonic() - began
     is_over.set()
     heart.join()
-    longest_s = 2 * lease.BEAT_S if beats else lease.EXPIRES_S + lease.BEAT_S + lease.SETTLE_S
+    longest_s = 2 * lease.HEARTBEAT_S if beats else lease.EXPIRES_S + lease.HEARTBEAT_S + lease.SETTLE_S
     problem = say(
         "" if is_refused == beats else "a live run was robbed" if beats else "nobody's lease was refused",
         "" if waited_s < longest_s + SPARE_S else f"waited for {waited_s:.0f} s, {longest_s:.0f} s are promised",

@@ -15,7 +15,7 @@ from dtlayout.base import lease
 from dtlayout.checkpoint import folder, sharded
 
 _SIGNS, _STALLS = Path(os.environ["FAULT_SIGNS"]), os.environ.get("FAULT_STALLS", "")
-lease.BEAT_S, lease.LOOKED_S, lease.EXPIRES_S = 0.5, 1.5, 5.0
+lease.HEARTBEAT_S, lease.LOOKED_S, lease.EXPIRES_S = 0.5, 1.5, 5.0
 _done: list[str] = []
 
 

@@ -1,8 +1,8 @@
 """The memory limit that Linux's control groups set for this process: a container, a Slurm job, a systemd unit.
 
-Such a group lies inside others, each of which may have a limit; the least of them counts. /proc says which group the
-process is in, and where groups are to be seen as folders, in version 1 (a hierarchy for memory alone) and in version 2.
-In a container either path may begin above what is mounted there: then its mount is the group itself.
+Such a group lies inside others, and each of them may have a limit; the smallest one counts. /proc says which group the
+process is in, and where groups are mounted as folders, in version 1 (a hierarchy for memory alone) and in version 2. In
+a container either path may begin above what is mounted there: then its mount is the group itself.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 _LIMITS = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}
-"""Filesystem of a version → the file with the limit of a group."""
+"""Filesystem of a version of control groups → the file with the limit of a group."""
 _INHERITED = "hierarchical_memory_limit"
-"""In memory.stat of version 1: the least limit of a group and of those around it, also of those not to be seen."""
+"""Key in memory.stat of version 1: the smallest limit of a group and of the groups around it, hidden ones too."""
 
 
 def find_memory_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
@@ -28,7 +28,7 @@ def find_memory_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -
 
 
 def _list_groups(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """The folders of all groups around a process, the innermost first, and the file in which their limit is."""
+    """Folders of all groups around a process, the innermost first, and the name of the file with their limit."""
     try:
         groups = dict(_parse_groups((proc / "cgroup").read_text(encoding="utf-8")))
         mounts = (proc / "mountinfo").read_text(encoding="utf-8").splitlines()
@@ -46,7 +46,7 @@ def _list_groups(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _parse_groups(text: str) -> Iterator[tuple[str, str]]:
-    """Filesystem of a version → the path of the group there that limits memory."""
+    """Filesystem of a version → path of the group there that limits memory, as pairs."""
     for line in text.splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if "memory" in controllers.split(","):
@@ -56,7 +56,7 @@ def _parse_groups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _find_below(path: str, mounted: str) -> tuple[str, ...]:
-    """The names from what is mounted down to a group; none if the group does not lie below it."""
+    """Names of the folders from the mounted one down to a group; none if the group does not lie below it."""
     try:
         inside = PurePosixPath(path).relative_to(mounted).parts
     except ValueError:
@@ -65,7 +65,7 @@ def _find_below(path: str, mounted: str) -> tuple[str, ...]:
 
 
 def _unescape(field: str) -> str:
-    """A path of mountinfo, in which blanks are octal numbers."""
+    """A path of mountinfo with its blanks: the file writes them as octal numbers."""
     return field.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 

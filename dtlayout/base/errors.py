@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
-"""Of a rank that ends since one of them is lost, and of Python for an error that nobody expected."""
+"""Exit code of a rank that ends since another rank is lost, and Python's own for an error that nobody expected."""
 EXIT_REFUSED = 2
 EXIT_STOPPED = 3
 EXIT_NON_FINITE = 4
 EXIT_INTERRUPTED = 130
-"""Of a command that Ctrl-C ends, as shells have it: 128 and the number of SIGINT."""
+"""Exit code of a command that Ctrl-C ends, as in shells: 128 plus the number of SIGINT."""
 
 
 class DtlayoutError(Exception):
-    """A failure with a message for people; commands print it and exit with `exit_code`."""
+    """An error with a message for people; commands print it and exit with `exit_code`."""
 
     exit_code = EXIT_REFUSED
 
@@ -31,11 +31,11 @@ class _ProblemList(DtlayoutError):
 
 
 class InvalidConfig(_ProblemList):
-    """A TOML file or an override that says something unknown or of the wrong type."""
+    """A TOML file or an override with something unknown or of the wrong type."""
 
 
 class InvalidLayout(_ProblemList):
-    """A layout that cannot train this model with this batch; every reason at once."""
+    """A layout that cannot train this model with this batch; has all reasons at once."""
 
 
 class DataError(DtlayoutError):
@@ -51,7 +51,7 @@ class KernelError(DtlayoutError):
 
 
 class LostRanks(DtlayoutError):
-    """Some ranks of a start are not there; another start may have them."""
+    """Some ranks of a start are missing; another start may have them."""
 
     exit_code = EXIT_CRASHED
 

@@ -1,4 +1,4 @@
-"""Files that others read while they are written, or that minutes of work end in; paths and JSON that users give."""
+"""Writing files whole or early refused, reading JSON that users give, and checking paths that users give."""
 
 import hashlib
 import io
@@ -10,16 +10,16 @@ from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import shorten
 
 PAGE_MARK = "<!doctype html>"
-"""What every page begins with."""
+"""First words of every page that we write."""
 _HEAD_BYTES = 400
 _PATH_BYTES, _NAME_BYTES = 4095, 255
-"""What Linux takes of a path, and of each name in it."""
+"""Longest path that Linux takes, and longest name in a path."""
 _MOST_NESTED = 100
-"""Tables and lists inside one another that a file may have; Python's own limits depend on what else is going on."""
+"""Deepest nesting of tables and lists in a file; Python's own limit depends on the depth of its call stack."""
 
 
 def expand(text: str | os.PathLike[str]) -> Path:
-    """A path whose `~` is a home, where there is such a home; InvalidConfig if no path can be so long or hold a NUL."""
+    """A path whose `~` is replaced by that home, if there is one; InvalidConfig if it is too long or has a NUL."""
     path = os.path.expanduser(text)  # Path's own raises where there is no such home
     if problem := find_path_problem(path):
         raise InvalidConfig(f"{shorten(repr(path))} {problem}")
@@ -27,7 +27,7 @@ def expand(text: str | os.PathLike[str]) -> Path:
 
 
 def find_path_problem(text: str) -> str:
-    """Why a text can be no path, whatever there is on a disk; empty if it can."""
+    """Reason why a text cannot be a path on any disk; empty if it can."""
     if "\0" in text:
         return "must not hold a NUL"
     try:
@@ -41,8 +41,8 @@ def find_path_problem(text: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON document holds; ValueError if it is none, or is nested deeper than any that is meant."""
-    import json  # only now: most commands read none
+    """The value of a JSON document; ValueError if the text is none, or is nested too deep."""
+    import json  # only now: most commands read no JSON
 
     try:
         value = json.loads(text)
@@ -53,7 +53,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_depth(value: Any) -> None:
-    """ValueError if tables and lists are nested deeper than any that are meant."""
+    """Raise ValueError if tables and lists are nested too deep."""
     level = [value]
     for _ in range(_MOST_NESTED + 1):
         level = [
@@ -68,11 +68,12 @@ def check_depth(value: Any) -> None:
 
 
 def find_inside(folder: Path, name: str, *others: Path) -> Path:
-    """The file of that name below a folder that somebody else made, be it there or not.
+    """Path of a file of that name in a folder that somebody else made; the file need not exist.
 
-    InvalidConfig if the name or a link leads out of the folder and of the `others`, which count as inside. A link in
-    the folder may lead to a file that is called as the link is, wherever that lies, and to a blob of the Hugging Face
-    hub's cache: people link the files of a model. It may not lead to a file of another name, such as a key.
+    InvalidConfig if the name or a link leads out of the folder and out of the `others`, which count as inside. Two
+    kinds of links in the folder may lead elsewhere, since people link the files of a model: a link to a file with the
+    name of the link, and a link to a blob in the cache of the Hugging Face hub. A link to a file of another name is
+    refused: that could be a key.
     """
     try:
         home, file = folder.resolve(), (folder / name).resolve()
@@ -88,7 +89,7 @@ def find_inside(folder: Path, name: str, *others: Path) -> Path:
 
 
 def write(path: Path, text: str, what: str) -> None:
-    """Write a file; DtlayoutError, with `what` it should be, if it cannot be written."""
+    """Write a file; DtlayoutError if that fails, with `what` as the file's kind."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -96,14 +97,14 @@ def write(path: Path, text: str, what: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
+    """Write a file so that a kill leaves either the old file or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of what a file holds, in hexadecimal; OSError if it cannot be read."""
+    """SHA-256 of a file's content, in hexadecimal; OSError if it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -112,7 +113,7 @@ def hash_file(path: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """InvalidConfig if no file can be written there; for those whose work before it takes long."""
+    """Raise InvalidConfig if no file can be written there; for callers whose work before writing takes long."""
     if not path.parent.is_dir():
         raise InvalidConfig(f"{path} cannot be written: there is no folder {path.parent}")
     if path.is_dir():
@@ -122,7 +123,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_own(path: Path, mark: str, what: str) -> None:
-    """InvalidConfig where something is there that is not `what`, which has a mark in its head."""
+    """Raise InvalidConfig if a file is there that is not `what`, that is, has no `mark` in its first bytes."""
     try:
         with path.open("rb") if path.is_file() else io.BytesIO() as file:
             head = file.read(_HEAD_BYTES)
@@ -133,6 +134,6 @@ def check_own(path: Path, mark: str, what: str) -> None:
 
 
 def check_page(path: Path) -> None:
-    """InvalidConfig if no page can be written there, or something else would be lost."""
+    """Raise InvalidConfig if no page can be written there, or if a file that is no page would be lost."""
     check_writable(path)
     check_own(path, PAGE_MARK, "a page")

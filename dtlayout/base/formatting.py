@@ -1,4 +1,4 @@
-"""What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, counts, sizes."""
+"""Text for people: aligned and Markdown tables, lists, counts, sizes, versions."""
 
 import re
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from itertools import groupby
 from dtlayout.base.terminal import clean
 
 GIB = 2**30
-"""Bytes of a GiB, in which people read the memory of GPUs."""
+"""Bytes of a GiB, the unit in which people read the memory of GPUs."""
 
 
 def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[str]:
-    """A line for each row; each column is as wide as its widest cell, with two blanks between.
+    """A line for each row; each column is as wide as its widest cell, with two blanks between columns.
 
-    `columns` says of the first ones on which side their cells stand, and how wide they are at least. The others have
-    theirs on the right, but for the very first.
+    `columns` has a side and a least width for each of the first columns, such as "<8". All other columns stand on the
+    right, except the very first.
 
     >>> align([["layout", "step, s"], ["tp2", "1.5"]], ["<8"])
     ['layout    step, s', 'tp2           1.5']
@@ -28,7 +28,7 @@ def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[st
 
 
 def to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table of plain text; the first row has the names of the columns."""
+    """Lines of a Markdown table of plain text; the first row has the names of the columns."""
     head, *body = [f"| {' | '.join(map(escape_markdown, row))} |" for row in rows]
     return [head, "|" + "---|" * len(rows[0]), *body]
 
@@ -43,11 +43,11 @@ def escape_markdown(text: str) -> str:
 
 
 _MARKDOWN = re.compile(r"[\\`|<&\[\]*~$]|(?<!\w)_|_(?!\w)|(?<=:)/|(?<=\w)@(?=\w)|(?<=\bwww)\.")
-"""What Markdown reads as more than a letter; an underscore inside a word is one."""
+"""Characters that Markdown reads as markup; an underscore inside a word is a letter."""
 
 
 def plural(number: int, noun: str, form: str = "") -> str:
-    """So many things; `form` is how a format writes the number.
+    """A number with its noun in the right form; `form` is the number's format.
 
     >>> plural(1, "microbatch"), plural(2, "microbatch"), plural(16384, "rank", ",")
     ('1 microbatch', '2 microbatches', '16,384 ranks')
@@ -57,7 +57,7 @@ def plural(number: int, noun: str, form: str = "") -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three digits, or all of those before the point.
+    """A number with three digits; with more than three before the point, all of those.
 
     >>> three_digits(5.583), three_digits(92.26), three_digits(1078.3)
     ('5.58', '92.3', '1,078')
@@ -66,7 +66,7 @@ def three_digits(value: float) -> str:
 
 
 def shorten(text: str, length: int = 80) -> str:
-    """A text that is as long at most; of a longer one the beginning.
+    """The text, cut to at most `length` characters.
 
     >>> shorten("a" * 90, 4)
     'aaa…'
@@ -85,7 +85,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def join_alike(values: Sequence[object]) -> str:
-    """Values with commas between, a row of more than two that are alike as one.
+    """Values with commas between them; more than two equal neighbours are counted.
 
     >>> join_alike([1, 2, 2, 2, 3, 3])
     '1, 2 (3 times), 3, 3'
@@ -95,12 +95,12 @@ def join_alike(values: Sequence[object]) -> str:
 
 
 def choose_unit(nbytes: float) -> tuple[str, int]:
-    """The unit in which people read so many bytes, and its size."""
+    """Unit in which people read this number of bytes, and its size in bytes."""
     return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
 
 
 def format_bytes(nbytes: float, digits: int = 2) -> str:
-    """So many bytes in the unit in which people read them.
+    """A number of bytes in the unit in which people read it.
 
     >>> format_bytes(22_020_096), format_bytes(85_899_345_920, 1)
     ('21.00 MiB', '80.0 GiB')
@@ -110,7 +110,7 @@ def format_bytes(nbytes: float, digits: int = 2) -> str:
 
 
 def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
-    """Words after a start, with commas between, in lines of a width; further lines are indented below the first."""
+    """`start` and words with commas between, in lines of up to `width`; further lines are indented below the first."""
     lines, line = [], start
     for i, word in enumerate(words):
         word += "," * (i < len(words) - 1)
@@ -122,12 +122,12 @@ def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
 
 
 def find_version(package: str, otherwise: str = "a checkout") -> str:
-    """The version of an installed package; else what it is then, by default a checkout that is on the path.
+    """Version of an installed package; `otherwise` where it is not installed, such as a checkout on the path.
 
     >>> find_version("none-of-this-name", otherwise="not installed")
     'not installed'
     """
-    from importlib.metadata import PackageNotFoundError, version  # only now: it is slow, and few ask
+    from importlib.metadata import PackageNotFoundError, version  # only now: it is slow, and few commands ask
 
     try:
         return version(package)

@@ -1,7 +1,8 @@
-"""Start another Python without the working directory among the places that it imports from.
+"""Commands that start another Python, which does not import from the working directory.
 
 `python -m NAME` and `python -c CODE` look into the working directory before the standard library, so a file there that
-is called ctypes.py is run in its place. Python 3.11 has -P against that; this works for 3.10 as well. PYTHONPATH stays.
+is called ctypes.py would run in place of the module. Python 3.11 has -P against that; this works for 3.10 as well.
+PYTHONPATH stays.
 """
 
 import os
@@ -11,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""For the environment of a program that starts Pythons of its own: from 3.11 on they leave the directory out too."""
+"""Environment of a program that starts Pythons of its own: from 3.11 on they don't import from the directory either."""
 _DROP = "import sys; sys.path[:] = filter(None, sys.path)"
 _RUN = (
     f"{_DROP}; sys.path.append(sys.argv.pop(1)); from runpy import run_module; del sys.argv[0]; "
     "run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
-"""The first argument is where dtlayout lies, which may be nowhere that Python looks; the next one the module."""
+"""Code that runs a module. Arguments: the folder of dtlayout, since Python may not look there, and the module."""
 
 
 def run_module(module: str, *arguments: str) -> list[str]:
@@ -35,9 +36,9 @@ def run_code(code: str) -> list[str]:
 
 
 def torchrun(options: Sequence[str], module: str, *arguments: str) -> list[str]:
-    """The command that runs a module on the ranks of one host; `options` are torchrun's.
+    """Command that runs a module on the ranks of one host; `options` are torchrun's.
 
-    torchrun starts each rank with `python -m`, unless it is told that what it starts is no Python.
+    torchrun starts each rank with `python -m`, unless it is told that the program is no Python.
     """
     return run_module("torch.distributed.run", *options, "--no-python", *run_module(module, *arguments))
 

@@ -1,21 +1,22 @@
 """The lease of a run folder: RUN/running.json says which process writes there, so that a second run is refused.
 
-The file is made before anything else is written and taken away at the end; until then a thread touches it every few
-seconds, its heartbeat. Nothing is locked, for file locks fail or hang on some shared filesystems.
+The file is made before anything else is written and removed at the end. In between a thread touches it every few
+seconds, which is its heartbeat. Nothing is locked, since file locks fail or hang on some shared filesystems.
 
 [Note: leases that nobody holds]
-A crash leaves the file behind. A process of this machine is seen: if it lives, the folder is its own, whatever a
-launcher says; if it is gone, the file is taken over at once. Of another machine nothing is seen but heartbeats. Without
-one for `EXPIRES_S` the file is taken over too, or for `LOOKED_S` by a later start of the same run, as torchrun and
-Slurm number them. The age of the last heartbeat is measured against a file that is written beside it, so that only the
-filesystem's clock counts. If that clock was set, the wait can become shorter, but never longer, and never shorter than
-`LOOKED_S`, which this process measures itself.
+A crash leaves the file behind. A process of this machine can be seen: if it lives, the folder is its own, whatever a
+launcher says; if it is gone, the file is taken over at once. Of another machine only heartbeats can be seen. Without a
+heartbeat for `EXPIRES_S` the file is taken over too. A later start of the same run, as torchrun and Slurm number them,
+waits only for `LOOKED_S`. The age of the last heartbeat is measured against a file that is written beside it, so that
+only the filesystem's clock counts. If that clock was set, the wait can become shorter, but never longer, and never
+shorter than `LOOKED_S`, which this process measures itself.
 
 [Note: writers that come back]
-A process that was seen to be silent may only have stood still, and go on. It looks at its lease before it publishes or
-removes anything, and before each line of its metrics if its heart has not beaten for a while. Between such a look and
-what follows it may have stood still too. So who takes over waits a beat, in which a process that goes on finds out, and
-what is unfinished carries its writer's name (`checkpoint.folder`): nobody can publish what another one writes.
+A process that was silent may only have stood still, and go on later. So it looks at its lease before it publishes or
+removes anything, and before each line of its metrics if its last heartbeat is old. Between such a look and the next
+action it may have stood still too. Two rules help. After taking over, a process waits for one heartbeat: in that time
+an old process that goes on finds out. And unfinished files carry their writer's name (`checkpoint.folder`), so nobody
+can publish a file that another process writes.
 """
 
 import json
@@ -37,18 +38,19 @@ from dtlayout.base.process import RENAMING, find_birth, lives, name_process
 from dtlayout.base.restarts import refuse_restarts
 
 LEASE_NAME = "running.json"
-BEAT_S = 10.0
+HEARTBEAT_S = 10.0
 EXPIRES_S = 120.0
-"""More than the minute for which an NFS client may believe what it knew of a file."""
-LOOKED_S = 3 * BEAT_S
-"""For which heartbeats are looked for at least, before another machine's lease is taken over."""
-TRUSTED_S = 2 * BEAT_S
-"""After a heartbeat, in which nobody can have taken over."""
+"""Seconds of silence after which a lease may be taken over: more than the minute for which an NFS client may believe an
+old state of a file."""
+LOOKED_S = 3 * HEARTBEAT_S
+"""Seconds for which a start looks for heartbeats at least, before it takes over another machine's lease."""
+TRUSTED_S = 2 * HEARTBEAT_S
+"""Seconds after a heartbeat in which nobody can have taken over."""
 SETTLE_S = 1.0
-"""Between taking over and looking who did: of several that do so at once the last one has it."""
+"""Seconds between taking over and looking who did: if several do so at once, the last one has the lease."""
 
 _STARTS = {"TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID": "SLURM_RESTART_COUNT"}
-"""What a launcher calls a run, and how often it has started it again."""
+"""Variable with a launcher's name for a run → variable with the number of restarts."""
 _NO_NAME = ("", "none")  # torchrun's --rdzv-id where nobody gives one
 
 
@@ -59,17 +61,17 @@ class Owner:
     host: str
     pid: int
     began: str
-    """When, with the zone of the host."""
+    """Time at which the process began, with the zone of the host."""
     machine: str
-    """Boot and process namespace, in which a pid means one process; empty where that is not known."""
+    """Boot and process namespace, in which a pid is unique; empty where that is not known."""
     birth: str
-    """When the process started, in ticks since boot: a later process may have its pid."""
+    """Start of the process, in ticks since boot: a later process may have its pid."""
     restarts: dict[str, int]
-    """Name of the run, as launchers have them → how often it had been started again."""
+    """Name of the run, as launchers have it → number of its restarts until then."""
 
     @classmethod
     def here(cls) -> "Owner":
-        """This process."""
+        """The owner that this process is."""
         names = {f"{name}={os.environ.get(name, '')}": count for name, count in _STARTS.items()}
         named = {name: count for name, count in names.items() if name.partition("=")[2] not in _NO_NAME}
         return cls(
@@ -82,7 +84,7 @@ class Owner:
         )
 
     def lives(self, here: "Owner") -> bool | None:
-        """Whether `here` sees its process; None if it cannot, as on another machine."""
+        """Whether `here` sees that the process lives; None if it cannot see it, as on another machine."""
         if not self.machine or (self.machine, self.host) != (here.machine, here.host):
             return None
         return lives(self.pid, self.birth)
@@ -99,23 +101,23 @@ class Lease:
     """A run folder that belongs to this process until it gives it back."""
 
     def __init__(self, folder: Path, text: str):
-        """`text` is what this process has written into the file."""
+        """`text` is the content that this process has written into the file."""
         self.text = text
         self.before_end: Callable[[str], object] = lambda reason: None
-        """Hears why the process is about to end, because the folder is its own no longer."""
+        """Called with the reason before the process ends because another run has the folder."""
         self._folder, self._path = folder, folder / LEASE_NAME
-        self._handle = os.open(folder, os.O_RDONLY)  # of the folder itself, whatever it is called
+        self._handle = os.open(folder, os.O_RDONLY)  # of the folder itself, whatever its name becomes
         self._is_over, self._looking = threading.Event(), threading.Lock()
-        self._beaten = _now()
-        self._heart = threading.Thread(target=self._live, name="lease", daemon=True)
-        self._heart.start()
+        self._last_heartbeat_s = _now()
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
+        self._heartbeats.start()
 
     def check(self, trusted_s: float = 0.0) -> None:
-        """Return if the folder is still this process's; else say what has become of it, and end the process.
+        """Return if the folder is still this process's; else print the reason, and end the process.
 
-        A heartbeat of the last `trusted_s` is enough. OSError if the file cannot be read.
+        A heartbeat of the last `trusted_s` seconds is enough. OSError if the file cannot be read.
         """
-        if _now() - self._beaten < trusted_s:
+        if _now() - self._last_heartbeat_s < trusted_s:
             return
         with self._looking:
             if not self._is_over.is_set() and (reason := self._find_loss()):
@@ -126,27 +128,27 @@ class Lease:
                     os._exit(EXIT_REFUSED)
 
     def release(self) -> None:
-        """Give the folder back: the next run has it at once."""
+        """Give the folder back: the next run can have it at once."""
         if self._is_over.is_set():
             return
         self._is_over.set()
-        self._heart.join()
+        self._heartbeats.join()
         with self._looking:
             with suppress(OSError):
                 if _read_text(self._path) == self.text:
                     self._path.unlink()
             os.close(self._handle)
 
-    def _live(self) -> None:
-        while not self._is_over.wait(BEAT_S):
+    def _send_heartbeats(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_S):
             with suppress(OSError):  # a filesystem that is away for a while ends no run
                 self.check()
-                beaten = _now()
+                now_s = _now()
                 os.utime(self._path)
-                self._beaten = beaten
+                self._last_heartbeat_s = now_s
 
     def _find_loss(self) -> str:
-        """What ends this process; empty if nothing does."""
+        """Reason why this process must end; empty if there is none."""
         try:
             found = _read_text(self._path)
         except FileNotFoundError:
@@ -154,12 +156,12 @@ class Lease:
                 return moved
             print(f"{self._path} was removed, and this run still writes here: put back", file=sys.stderr, flush=True)
             found = self.text if _create(self._path, self.text) else _read_text(self._path)
-        if found in ("", self.text):  # nobody holds an empty one
+        if found in ("", self.text):  # an empty file has no owner
             return ""
         return f"{self._folder} was taken over by {_read(self._path) or 'another run'}: ended"
 
     def _find_move(self) -> str:
-        """Where the folder has gone that this run writes; empty if it is where it was."""
+        """Message about a folder that was moved or deleted while this run wrote there; empty if it is where it was."""
         own = os.fstat(self._handle)
         with suppress(FileNotFoundError):
             there = self._folder.stat()
@@ -168,7 +170,7 @@ class Lease:
         if LEASE_NAME not in os.listdir(self._handle):
             return f"{self._folder} was deleted while this run wrote there: ended"
         with suppress(OSError):
-            os.unlink(LEASE_NAME, dir_fd=self._handle)  # who goes on there needs not wait
+            os.unlink(LEASE_NAME, dir_fd=self._handle)  # a run that goes on there needs not wait
         try:
             place = f"to {os.readlink(f'/proc/self/fd/{self._handle}')!r} "
         except OSError:
@@ -183,10 +185,10 @@ class Lease:
 def hold(folder: Path) -> Iterator[Lease]:
     """A block in which the run folder belongs to this process. The folder is made if it does not exist.
 
-    The start may wait, for up to some 130 s, to see whether a run on another host still lives.
-    InvalidConfig names the run that holds the folder; torchrun's next starts then end at once. DtlayoutError if the
-    folder cannot be written. If another run takes the folder over during the block, or the folder is moved or deleted,
-    this process prints a line and ends.
+    The start may wait, for up to some 130 s, to see whether a run on another host still lives. InvalidConfig names the
+    run that has the folder; torchrun's next starts then end at once. DtlayoutError if the folder cannot be written. If
+    another run takes the folder over during the block, or the folder is moved or deleted, this process prints a line
+    and ends.
     """
     here = Owner.here()
     text = json.dumps(asdict(here), indent=2) + "\n"
@@ -219,28 +221,28 @@ def _take(path: Path, here: Owner, text: str) -> None:
     while not _create(path, text):
         try:
             found = _look(path)
-            holder = _read(path)
-            is_alive = holder.lives(here) if holder else None
+            owner = _read(path)
+            is_alive = owner.lives(here) if owner else None
             if is_alive:
-                raise _refuse(path, holder)
+                raise _refuse(path, owner)
             if is_alive is None:
-                found = _refuse_beating(path, holder, here)
-            if _look(path) != found:  # somebody else's by now
+                found = _wait_for_silence(path, owner, here)
+            if _look(path) != found:  # another process has it by now
                 continue
-        except FileNotFoundError:  # it has just ended
+        except FileNotFoundError:  # its run has just ended
             continue
-        who = f"of {holder} " if holder else ""
+        who = f"of {owner} " if owner else ""
         print(f"{path} {who}was left by a run that is gone: taken over", file=sys.stderr, flush=True)
         own = _write_beside(path, text)
         os.replace(own, path)
-        time.sleep(SETTLE_S if is_alive is False else BEAT_S + SETTLE_S)  # [Note: writers that come back]
+        time.sleep(SETTLE_S if is_alive is False else HEARTBEAT_S + SETTLE_S)  # [Note: writers that come back]
         if _read_text(path) != text:
             raise _refuse(path, _read(path))
         return
 
 
 def _write_beside(path: Path, text: str) -> Path:
-    """A file beside this one that no other process writes; nothing is left of it where the disk is full."""
+    """Write a new file beside `path` that no other process writes; removed again where the disk is full."""
     own = path.with_name(f".{path.name}.{name_process()}")
     try:
         own.write_text(text, encoding="utf-8")
@@ -251,7 +253,7 @@ def _write_beside(path: Path, text: str) -> Path:
 
 
 def _create(path: Path, text: str) -> bool:
-    """Whether the file was not there; of several processes one makes it, and it is whole or not there at all."""
+    """Make the file whole or not at all; False if it was there. Of several processes only one gets True."""
     own = _write_beside(path, text)
     try:
         os.link(own, path)
@@ -281,7 +283,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read(path: Path) -> Owner | None:
-    """Who holds a lease; None if a kill, or another version, left one that does not say."""
+    """Owner of a lease; None if a kill, or another version, left a file that does not say it."""
     try:
         return toml.parse(parse_json(_read_text(path)), Owner)
     except (ValueError, InvalidConfig):
@@ -289,18 +291,18 @@ def _read(path: Path) -> Owner | None:
 
 
 def _look(path: Path) -> tuple[int, int]:
-    """What changes with each heartbeat and each new holder."""
+    """Inode and modification time of the file, which change with each owner and each heartbeat."""
     with path.open("rb") as file:  # NFS asks its server when a file is opened
         found = os.fstat(file.fileno())
     return found.st_ino, found.st_mtime_ns
 
 
-def _refuse_beating(path: Path, holder: Owner | None, here: Owner) -> tuple[int, int]:
-    """Return what is seen once no heartbeat has come for long enough; InvalidConfig as soon as one comes.
+def _wait_for_silence(path: Path, owner: Owner | None, here: Owner) -> tuple[int, int]:
+    """Wait until no heartbeat has come for long enough, and return the last look; InvalidConfig as soon as one comes.
 
     FileNotFoundError if the file goes.
     """
-    expires_s = LOOKED_S if holder and holder.is_before(here) else EXPIRES_S
+    expires_s = LOOKED_S if owner and owner.is_before(here) else EXPIRES_S
     found = _look(path)
     beside = _write_beside(path, "")
     silent_s = (beside.stat().st_mtime_ns - found[1]) / 1e9
@@ -312,15 +314,15 @@ def _refuse_beating(path: Path, holder: Owner | None, here: Owner) -> tuple[int,
         file=sys.stderr, flush=True,
     )  # fmt: skip
     while (left_s := ends - time.monotonic()) > 0:
-        time.sleep(min(left_s, BEAT_S / 10))
+        time.sleep(min(left_s, HEARTBEAT_S / 10))
         if _look(path) != found:
-            raise _refuse(path, _read(path) or holder)
+            raise _refuse(path, _read(path) or owner)
     return found
 
 
-def _refuse(path: Path, holder: Owner | None) -> InvalidConfig:
-    """The refusal, which torchrun's further starts of this run will not try to get around."""
-    who = str(holder) if holder else f"a process that {path} does not name"
+def _refuse(path: Path, owner: Owner | None) -> InvalidConfig:
+    """The refusal; torchrun's further starts of this run will end at once."""
+    who = str(owner) if owner else f"a process that {path} does not name"
     refusal = (
         f"train.run_folder={str(path.parent)!r} belongs to another run: {who}; use another folder, or end that run"
     )
@@ -329,7 +331,7 @@ def _refuse(path: Path, holder: Owner | None) -> InvalidConfig:
 
 
 def _now() -> float:
-    """Seconds since some moment, those included in which the machine was suspended."""
+    """Seconds since some moment, including the time in which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc tells of them, where there is one; what this one is called, and how it ends."""
+"""Processes of this machine, as /proc describes them where it exists; a name and an end for this process."""
 
 import atexit
 import os
@@ -12,14 +12,14 @@ from typing import NoReturn
 
 HAS_PROC = Path("/proc/self/stat").exists()
 _GONE = "ZX"
-"""Dead, and not yet waited for."""
+"""States of processes that are dead, but not yet waited for."""
 
 RENAMING = threading.RLock()
-"""Held by a thread between two renames that belong together; whoever ends this process from another thread waits."""
+"""Lock of a thread between two renames that belong together; a thread that ends this process waits for it."""
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, as far as can be seen."""
+    """Whether a process has ended; False if that cannot be seen."""
     if HAS_PROC:
         try:
             return not _read(pid)
@@ -29,32 +29,32 @@ def is_gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # somebody else's, so there is one
+    except PermissionError:  # another user's process, so there is one
         pass
     return False
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is held by a signal or a debugger, and may go on later."""
+    """Whether a process is stopped by a signal or a debugger, and may go on later."""
     with suppress(OSError):
         return _read(pid)[:1] in (["T"], ["t"])
     return False
 
 
 def find_birth(pid: int) -> str:
-    """When a process began, in ticks since boot; empty of one that is gone, or of which nothing is known."""
+    """Start of a process, in ticks since boot; empty if it is gone or cannot be seen."""
     return (_read(pid) or [""] * 20)[19]
 
 
 def lives(pid: int, birth: str) -> bool | None:
-    """Whether the process that began then is there; None if this user may not see it, or nothing is known of it."""
+    """Whether the process with this start is still there; None if this user may not see it, or `birth` is empty."""
     if not birth:
         return None
     if found := find_birth(pid):
         return found == birth
     try:
         os.kill(pid, 0)
-    except PermissionError:  # somebody else's, in a /proc that hides it
+    except PermissionError:  # another user's process, in a /proc that hides it
         return None
     except (ProcessLookupError, OverflowError):
         pass
@@ -62,7 +62,7 @@ def lives(pid: int, birth: str) -> bool | None:
 
 
 def name_process() -> str:
-    """This process's name, which no other one has, on whatever host: for files and folders that it alone writes."""
+    """Name of this process, unique on all hosts; for files and folders that only it writes."""
     return _name(os.getpid())
 
 
@@ -72,12 +72,12 @@ def _name(pid: int) -> str:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this process with this code, after what asked to be called at its end, and all that it has printed.
+    """End this process with this code, after its exit handlers ran and its output was written.
 
     [Note: ends of processes]
     torch's collectives leave threads in C++. Where Python takes its interpreter down below them, one of some 45
-    processes dies of SIGABRT, after all its work is done. So what Python does at an end is done here (threads that are
-    no daemons are waited for, `atexit` is called, streams are flushed), and the interpreter is left as it is.
+    processes dies of SIGABRT, after all its work is done. So this function does Python's work at an end (wait for
+    threads that are no daemons, call `atexit`, flush streams), and leaves the interpreter as it is.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _read(pid: int) -> list[str]:
-    """The fields of a process from its state on; none of one that is gone. OSError if nobody can tell."""
+    """Fields of /proc/PID/stat from the state on; none for a process that is gone. OSError if it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,8 @@
-"""What a start under torchrun leaves for the next one, since torchrun restarts ranks after any exit code but 0.
+"""Messages from one start under torchrun to the next: torchrun restarts ranks after any exit code but 0.
 
-How a run has ended stands in RUN/summary.json. A start that may not write there leaves its reason where torchrun's
-agent of this node keeps the errors of its ranks: one folder for all starts of one agent, that no other agent has.
+RUN/summary.json says how a run has ended. A start that may not write there leaves its reason in the folder where
+torchrun's agent of this node keeps the errors of its ranks. All starts of one agent share that folder, and no other
+agent has it.
 """
 
 import os
@@ -28,7 +29,7 @@ def refuse_restarts(reason: str) -> None:
 
 
 def find_refusal() -> str:
-    """Why an earlier start by the same agent was refused for good; empty if none was."""
+    """Reason why an earlier start by the same agent was refused for good; empty if none was."""
     if path := _find_path():
         with suppress(OSError):
             return path.read_text(encoding="utf-8")
@@ -36,7 +37,7 @@ def find_refusal() -> str:
 
 
 def _find_path() -> Path | None:
-    """In the agent's folder, where each attempt has one with a folder for each rank; None without torchrun."""
+    """File in the folder of torchrun's agent, which is two levels above a rank's own; None without torchrun."""
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     has_agent = len(error_file.parts) > 3 and error_file.parents[1].name.startswith("attempt_")
     return error_file.parents[2] / _NAME if has_agent else None

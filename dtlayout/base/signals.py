@@ -1,11 +1,12 @@
 """Signals as a wish to stop after the step, noted from before torch is imported until the run has ended.
 
 [Note: signals before the first step]
-Start-up can take longer than the grace time: torch is imported, tokens are prepared, others are waited for, most of it
-in C++, where Python hears of no signal and an exception would tear something. Until all ranks have met, nothing is
-begun that has to be finished, and a thread ends the process; launchers signal all of them. Where they meet
-(`training.rendezvous.meet`) they agree whether one was asked to stop, so that none goes on alone into collectives. From
-there on a signal is a wish, which all hear of before the first step and with each step's numbers.
+Start-up can take longer than the grace time: torch is imported, tokens are prepared, other ranks are waited for. Most
+of that is in C++, where Python hears of no signal and an exception would break something. Until all ranks have met,
+nothing has begun that must be finished, so a thread ends the process at once; launchers signal all ranks. When the
+ranks meet (`training.rendezvous.meet`), they agree whether one of them was asked to stop, so that none goes on alone
+into collectives. From then on a signal is only a wish. All ranks hear of it before the first step and with each step's
+numbers.
 """
 
 import signal
@@ -15,31 +16,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm is asked to send before a job's time is over (sbatch --signal)."""
+"""SIGUSR1 is the signal that Slurm is asked to send before a job's time is over (sbatch --signal)."""
 
 
 class Stopped(Exception):
-    """All ranks have agreed, before anything was begun, to begin nothing."""
+    """Raised when all ranks have agreed to stop before anything was begun."""
 
 
 class StopRequest:
-    """Whether a signal has asked this process to stop."""
+    """Holds whether a signal has asked this process to stop."""
 
     is_made = False
 
     def __init__(self) -> None:
         self.changing = threading.Lock()
-        """Held by who changes what `early_end` has to know of, and while that ends the process."""
+        """Lock for changes of state that `early_end` reads, also held while `early_end` ends the process."""
         self.early_end: Callable[[], object] | None = None
-        """Called by a thread when a signal comes; None once something has begun that has to be finished."""
+        """Called by a thread when a signal comes; None once something has begun that must be finished."""
 
     def begin(self) -> None:
-        """From now on a signal is a wish."""
+        """Make signals only a wish from now on."""
         with self.changing:
             self.early_end = None
 
     def listen(self, signals: socket.socket) -> None:
-        """Hear of signals where the main thread may not, until the other end is closed."""
+        """Receive signals while the main thread cannot, until the other end is closed; runs in a thread."""
         while signals.recv(1):
             with self.changing:
                 if self.early_end is not None:
@@ -48,7 +49,7 @@ class StopRequest:
 
 @contextmanager
 def note_signals() -> Iterator[StopRequest]:
-    """A block in which these signals only make the request; what handled them before comes back at its end."""
+    """A block in which these signals only set the request; at its end the earlier handlers come back."""
     request = StopRequest()
 
     def note(*_: object) -> None:

@@ -1,6 +1,6 @@
-"""What a source of documents is called: local files, the standard library of this Python, or a dataset on the hub.
+"""Names of sources of documents: local files, the standard library of this Python, or a dataset on the hub.
 
-Local files are one split, which is called "train", as `datasets` calls that of plain files.
+Local files have one split, "train", as `datasets` calls that of plain files.
 """
 
 import re
@@ -10,24 +10,24 @@ from dtlayout.base.files import expand
 
 STDLIB = "python-stdlib"
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""Suffix of a local file → what `datasets` reads it with."""
+"""Suffix of a local file → the builder with which `datasets` reads it."""
 SUFFIXES = ", ".join(BUILDERS)
 LOCAL_SPLIT = "train"
 HELD_OUT_SPLIT = "validation"
-"""The split of a hub dataset that is measured where nobody names one."""
+"""Split of a hub dataset that validation reads where the user names none."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether it names a dataset on the hub, as `owner/name` or `owner/name:config`, and nothing that is here."""
+    """Whether `source` names a dataset on the hub, as `owner/name` or `owner/name:config`, and no local file."""
     path = expand(source)
     return not path.exists() and path.suffix not in BUILDERS and _HUB_NAME.fullmatch(source) is not None
 
 
 def find_held_out_split(source: str, asked: str) -> str:
-    """The split that [validation] reads where its `split` is `asked`; if that is empty the hub's "validation".
+    """Split that [validation] reads: `asked`, or if that is empty the hub's "validation".
 
-    Local files are "train" then, and also where "validation" is asked for: configs of older runs have that written.
+    Local files then have "train". They have it also where "validation" is asked for: configs of older runs say so.
     """
     is_local = source == STDLIB or not is_hub_name(source)
     if is_local:
@@ -36,7 +36,7 @@ def find_held_out_split(source: str, asked: str) -> str:
 
 
 def describe_missing_split(source: object, split: str) -> str:
-    """Why a split of local files is refused; empty if it is theirs.
+    """Reason why a split of local files is refused; empty if they have it.
 
     >>> describe_missing_split("a.txt", "train")
     ''
@@ -50,9 +50,9 @@ def describe_missing_split(source: object, split: str) -> str:
 
 
 def is_unread_data(path: Path) -> bool:
-    """Whether a file that is not read looks like documents all the same: packed, of another kind, or half there.
+    """Whether a file that is not read looks like documents all the same: packed, of another kind, or half written.
 
-    What only goes along with documents, such as a checksum, is none.
+    Files that only accompany documents, such as a checksum, are no documents.
 
     >>> [is_unread_data(Path(name)) for name in ("a.jsonl.gz", "a.JSONL", "a.arrow", "a.jsonl.md5", "a.jsonl")]
     [True, True, True, False, False]
@@ -72,4 +72,4 @@ _COMPANIONS = {
     ".md5", ".sha1", ".sha256", ".sha512", ".crc", ".asc", ".sig", ".idx", ".index", ".meta", ".metadata", ".lock",
     ".bak", ".orig", ".license",
 }  # fmt: skip
-"""Suffixes of files that go along with documents, and hold none."""
+"""Suffixes of files that accompany documents, and hold none."""

@@ -1,9 +1,9 @@
-"""What reaches a terminal, a pipe or a log: the one place that all text on stdout and stderr goes through.
+"""Text on its way to a terminal, a pipe or a log: all text on stdout and stderr goes through here.
 
 A name, a path or a line of a file may hold escape sequences, which a terminal would obey, or letters that an encoding
-lacks. Inside `guarded` stdout and stderr show both as text, whoever prints: this package, argparse or a traceback. What
-`rich` draws with sequences of its own, a progress bar for instance, goes through `open_console`, which shows those of
-others in the same way.
+lacks. Inside `guarded` stdout and stderr show both as text, whoever prints: this package, argparse or a traceback.
+`rich` draws with sequences of its own, for instance a progress bar. Such drawing goes through `open_console`, which
+shows the escape sequences of other texts in the same way.
 """
 
 import codecs
@@ -19,14 +19,14 @@ from dtlayout.base.errors import DtlayoutError
 if TYPE_CHECKING:
     from rich.console import Console
 
-# C0 but for tab and line feed, DEL, C1, the marks that turn the direction of a line, and separators of lines.
+# C0 except tab and line feed, DEL, C1, marks that turn the direction of a line, and separators of lines.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _INSTEAD = {"…": "...", "–": "-", "—": "-", "×": "x", "→": "->", "−": "-", "“": '"', "”": '"', "’": "'", "≤": "<="}
-"""What stands for a letter where an encoding lacks it; others are shown by their number."""
+"""Letter → text in its place where an encoding lacks it; other letters are shown by their number."""
 
 
 class Unwritten(DtlayoutError):
-    """An answer that could not be written to stdout."""
+    """Raised when an answer cannot be written to stdout."""
 
 
 def clean(text: str) -> str:
@@ -48,7 +48,7 @@ codecs.register_error("dtlayout", _replace)
 
 
 class _Encoded:
-    """A stream that takes every letter; what it does else is the stream's."""
+    """A stream that takes every letter; its other methods are those of the stream inside."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -57,17 +57,17 @@ class _Encoded:
         return getattr(self.stream, name)
 
     def isatty(self) -> bool:
-        """No terminal for those who would colour or move what they print; `is_terminal` tells."""
+        """False, so that libraries don't colour or move what they print; `is_terminal` tells the truth."""
         return False
 
     def write(self, text: str) -> int:
-        """Write text; how long it was."""
+        """Write text; returns its length."""
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         self.stream.write(text.encode(encoding, "dtlayout").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each."""
+        """Write each line."""
         for line in lines:
             self.write(line)
 
@@ -81,13 +81,13 @@ class _Answer(_Encoded):
             return super().write(clean(text))
 
     def flush(self) -> None:
-        """Write what is kept back."""
+        """Write text that is held back."""
         with _named_errors():
             self.stream.flush()
 
 
 class _Talk(_Encoded):
-    """A stream that is beside the work: what it cannot take is lost, and work goes on."""
+    """A stream beside the work: text that it cannot take is lost, and work goes on."""
 
     def write(self, text: str) -> int:
         """Write text."""
@@ -96,13 +96,13 @@ class _Talk(_Encoded):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is kept back."""
+        """Write text that is held back."""
         with suppress(OSError, ValueError):
             self.stream.flush()
 
 
 class _Drawing(_Encoded):
-    """What `rich` draws on, with sequences of its own; beside the work too."""
+    """The stream that `rich` draws on, with sequences of its own; beside the work too."""
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
@@ -115,7 +115,7 @@ class _Drawing(_Encoded):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is kept back."""
+        """Write text that is held back."""
         with suppress(OSError, ValueError):
             self.stream.flush()
 
@@ -124,14 +124,14 @@ class _Drawing(_Encoded):
 def _named_errors() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         raise
     except OSError as error:
         raise Unwritten(f"the answer cannot be written to stdout: {error.strerror}") from None
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody watches a stream, guarded or not."""
+    """Whether a stream is a terminal, guarded or not."""
     return (stream.stream if isinstance(stream, _Encoded) else stream).isatty()
 
 
@@ -159,12 +159,12 @@ def guarded(*, is_answer: bool) -> Iterator[None]:
 
 
 def finish_answer() -> None:
-    """Write all that was printed; `Unwritten` or BrokenPipeError if that cannot be."""
+    """Write all text that was printed; `Unwritten` or BrokenPipeError if that fails."""
     sys.stdout.flush()
 
 
 def _hush_if_full(stream: TextIO) -> None:
-    """Let a stream that takes nothing take everything, so that Python does not fail at its own end."""
+    """Send a broken stream to /dev/null, so that Python does not fail when it flushes it at its own end."""
     try:
         stream.flush()
     except (OSError, ValueError):
@@ -173,7 +173,7 @@ def _hush_if_full(stream: TextIO) -> None:
 
 
 def open_console(*, stderr: bool = False, **options: Any) -> "Console":
-    """A console of `rich` on stdout or stderr, which shows the control characters of texts and takes every letter."""
+    """A console of `rich` on stdout or stderr that shows control characters in texts, and takes every letter."""
     from rich.console import Console  # only now: most answers are plain lines
     from rich.segment import Segment
 

@@ -1,7 +1,7 @@
-"""TOML in and out: one reader that checks what a file says against a frozen dataclass, and one writer.
+"""TOML in and out: a reader that checks a table against a frozen dataclass, and a writer.
 
-`parse` takes no string for a number and no truth value for a 1, refuses unknown keys with the nearest that is known,
-and says everything that is wrong with a table at once; `read_keys` does so for keys that are no dataclass.
+`parse` takes no string for a number and no truth value for a 1. It refuses unknown keys, names the nearest known one,
+and reports all problems of a table at once. `read_keys` does the same for keys that are no dataclass.
 """
 
 import re
@@ -28,15 +28,15 @@ _WORDS = {
     int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path", list: "a list",
     tuple: "a list",
 }  # fmt: skip
-"""Type → what its values are called."""
+"""Type → description of its values."""
 _TOO_LARGE = 1 << 1023
-"""What no float holds."""
+"""Whole numbers from here on are not read as floats: the largest float is below twice this."""
 _INNER_ARRAY = re.compile(r"(?<=^    \[)\n((?:        .*,\n)+)    (?=\],$)", re.MULTILINE)
 _FLAT_ARRAY = re.compile(r"(?<= = \[)\n((?:    [^\[\n].*,\n)+)(?=\]$)", re.MULTILINE)
 
 
 def loads(text: str) -> dict[str, Any]:
-    """The tables of a TOML document; ValueError if it is none, or is nested deeper than any that is meant."""
+    """The tables of a TOML document; ValueError if the text is none, or is nested too deep."""
     try:
         tables = tomllib.loads(text)
     except RecursionError:
@@ -46,14 +46,14 @@ def loads(text: str) -> dict[str, Any]:
 
 
 def dumps(tables: Mapping[str, Any]) -> str:
-    """Tables as TOML, which has no null: a None is left out.
+    """Tables as TOML text, which has no null: a None is left out.
 
     >>> dumps({"layout": {"tp": 2, "stage_layers": (3, 4), "note": None}})
     '[layout]\\ntp = 2\\nstage_layers = [3, 4]\\n'
 
-    A list of lists has a line for each of them.
+    A list of lists has a line for each inner list.
     """
-    import tomli_w  # only now: most of what reads TOML writes none
+    import tomli_w  # only now: most code that reads TOML writes none
 
     text = tomli_w.dumps(_without_none(tables))
     for array in (_INNER_ARRAY, _FLAT_ARRAY):
@@ -68,7 +68,7 @@ def _without_none(value: Any) -> Any:
 
 
 def read(path: str | Path, what: str) -> dict[str, Any]:
-    """The tables of a file; InvalidConfig, with `what` it should be, if it cannot be read or is no TOML."""
+    """The tables of a file; InvalidConfig, with `what` the file should be, if it cannot be read or is no TOML."""
     with problems_of(what):
         path = expand(path)
     try:
@@ -80,13 +80,13 @@ def read(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def read_constants(*folder: str) -> dict[str, dict[str, Any]]:
-    """Name → tables of each file in the package's constants, or in a folder of them."""
+    """Name → tables, for each file in the package's constants or in a folder of them."""
     paths = sorted(Path(__file__).parents[1].joinpath("constants", *folder).glob("*.toml"))
     return {path.name: loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def parse_value(text: str) -> Any:
-    """A value as the command line has it: TOML, or a string where it is none."""
+    """A value from the command line: TOML, or a string where the text is no TOML."""
     try:
         return loads(f"value = {text}")["value"]
     except ValueError:
@@ -95,7 +95,7 @@ def parse_value(text: str) -> Any:
 
 @contextmanager
 def problems_of(place: str) -> Iterator[None]:
-    """Put where it is in front of each problem that is found inside the block."""
+    """Put `place` in front of each problem that is found inside the block."""
     try:
         yield
     except InvalidConfig as error:
@@ -103,10 +103,10 @@ def problems_of(place: str) -> Iterator[None]:
 
 
 def parse(table: Any, into: type[T], name: str = "", /, **given: Any) -> T:
-    """The table called `name` as a dataclass; InvalidConfig with every problem, those of the dataclass itself included.
+    """The table called `name` as a dataclass; InvalidConfig with every problem, also those that the dataclass finds.
 
-    Fields that are `given` are no keys. Lists become tuples where the field is one, whole numbers become floats. A
-    field whose metadata has a "key" is called so in the file.
+    Fields that are `given` are no keys. Lists become tuples where the field is one, whole numbers become floats. If a
+    field's metadata has a "key", that is its name in the file.
     """
     keys = {f.metadata.get("key", f.name): f for f in fields(into) if f.name not in given}  # type: ignore[arg-type]
     hints = get_type_hints(into)
@@ -126,7 +126,7 @@ def parse(table: Any, into: type[T], name: str = "", /, **given: Any) -> T:
 def read_keys(
     table: Any, types: Mapping[str, Any], required: Collection[str], name: str, problems: list[str]
 ) -> dict[str, Any]:
-    """The values of a table whose keys have these types; of those that are wrong, `problems` gets the reasons."""
+    """The valid values of a table whose keys have these types; `problems` gets the reasons for all others."""
     if not isinstance(table, dict):
         keys = f"with {', '.join(required)}" if required else "and its keys"
         problems.append(f"{name} is a table: write [{name}] {keys} below")
@@ -144,7 +144,7 @@ def read_keys(
 
 
 def describe_unknown_key(key: str, known: Collection[str], prefix: str = "") -> str:
-    """Why a key of a table is refused: the nearest that is known, or all of them; `prefix` names the table."""
+    """Reason why a key of a table is refused, with the nearest known key or all of them; `prefix` names the table."""
     import difflib  # only now: most files have no such key
 
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -153,11 +153,11 @@ def describe_unknown_key(key: str, known: Collection[str], prefix: str = "") -> 
 
 
 def _convert(value: Any, wanted: Any, name: str) -> Any:
-    """The value as a field of this type holds it; InvalidConfig if it cannot."""
+    """The value converted to the type of a field; InvalidConfig if it cannot be."""
     origin, args = get_origin(wanted), get_args(wanted)
     if wanted is Any:
         return value
-    if origin in (Union, UnionType):  # with None, the only one that there is
+    if origin in (Union, UnionType):  # with None, the only union that there is
         return None if value is None else _convert(value, args[0], name)
     if is_dataclass(wanted):
         return wanted.parse(value, name) if hasattr(wanted, "parse") else parse(value, wanted, name)  # type: ignore[arg-type]
@@ -178,9 +178,9 @@ def _convert(value: Any, wanted: Any, name: str) -> Any:
 
 
 def describe_type(wanted: Any) -> str:
-    """What the values of a field of this type are called."""
+    """Description of the values of a field of this type."""
     origin, args = get_origin(wanted), get_args(wanted)
-    if origin in (Union, UnionType):  # with None, the only one that there is
+    if origin in (Union, UnionType):  # with None, the only union that there is
         return describe_type(args[0])
     if origin is Literal:
         return _WORDS[type(args[0])]
@@ -190,7 +190,7 @@ def describe_type(wanted: Any) -> str:
 
 
 def _convert_all(table: Any, wanted: Any, name: str) -> dict[str, Any]:
-    """Every entry of a table whose keys may be any."""
+    """All entries of a table with arbitrary keys, each converted to the type `wanted`."""
     problems: list[str] = []
     types = dict.fromkeys(table if isinstance(table, dict) else (), wanted)
     values = read_keys(table, types, (), name, problems)

@@ -1,4 +1,4 @@
-"""Ranges of a config's numbers, and paths that are none: noted at each field, checked when a value is made."""
+"""Rules for the numbers and paths of a config: noted at each field, checked when a section is made."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -35,7 +35,7 @@ def ranged(rule: str, default: Any = MISSING) -> Any:
 
 
 def path_key(default: Any = MISSING) -> Any:
-    """A dataclass field that is the text of a path, whose `~` is a home; it may be empty where its default is."""
+    """A dataclass field with the text of a path, whose `~` is a home; it may be empty if its default is."""
     return field(
         default=default,
         metadata={"path": True} | ({"rule": "must not be empty or hold a NUL"} if default != "" else {}),
@@ -43,7 +43,7 @@ def path_key(default: Any = MISSING) -> Any:
 
 
 def one_of(choices: Collection[str] | Callable[[], Collection[str]], default: Any) -> Any:
-    """A dataclass field whose value is one of these, or of what is there when it is asked."""
+    """A dataclass field whose value is one of `choices`, or of those that `choices` returns when it is checked."""
     return field(default=default, metadata={"choices": choices})
 
 
@@ -56,7 +56,7 @@ class Ranged:
     section: ClassVar[str]
 
     def __init_subclass__(cls, section: str = "") -> None:
-        """`section` is its name in the file; a class without one has that of its base."""
+        """`section` is the section's name in the file; a class without one has that of its base."""
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
@@ -70,20 +70,20 @@ class Ranged:
         return []
 
     def expand_paths(self) -> None:
-        """Put a home in the place of each path's `~`, so that whoever reads the field needs not think of it."""
+        """Replace the `~` of each path by a home, so that code that reads the field need not think of it."""
         for each in fields(self):  # type: ignore[arg-type]
             if each.metadata.get("path") and (text := getattr(self, each.name)).startswith("~"):
                 object.__setattr__(self, each.name, str(expand(text)))
 
     def range_problems(self) -> list[str]:
-        """Each field that is outside its range, in a line; NaN is outside every one, and so is infinity but of one."""
+        """A line for each field outside its range; NaN is outside every range, and infinity outside all but one."""
         found = [(each.name, getattr(self, each.name), each.metadata) for each in fields(self)]  # type: ignore[arg-type]
         told = [(name, value, _find_problem(value, metadata)) for name, value, metadata in found]
         return [f"{self.section}.{name}={_quote(value)} {problem}" for name, value, problem in told if problem]
 
 
 def _find_problem(value: Any, metadata: Mapping[str, Any]) -> str:
-    """What is wrong with the value of a field; empty if nothing is."""
+    """Reason why a field's value is wrong; empty if it is right."""
     rule = metadata.get("rule", "")
     if rule and not _RULES[rule](value):
         return str(rule)

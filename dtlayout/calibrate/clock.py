@@ -1,4 +1,4 @@
-"""Clock: how long something takes on every rank at once, and on one rank alone."""
+"""Clock: seconds that an action takes on all ranks at once, and on one rank alone."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 _LEAST_S = 0.1
-"""Seconds that all rounds of one action take together, at least."""
+"""Smallest total of seconds of all rounds of one action."""
 _ROUNDS = 5
 
 
@@ -20,7 +20,7 @@ def time_together(action: Callable[[], object], device_type: str) -> float:
 
 
 def time_alone(action: Callable[[], object], device_type: str) -> float:
-    """Seconds of an action that rank 0 does while the others wait."""
+    """Seconds of an action that rank 0 does while the others wait; all ranks return the same number."""
     seconds = torch.zeros(1, dtype=torch.float64, device=device_type)
     _wait_for_all(device_type)
     if dist.get_rank() == 0:
@@ -32,7 +32,7 @@ def time_alone(action: Callable[[], object], device_type: str) -> float:
 
 
 class ProcessorWatch:
-    """A watch over this machine's processors, from when it was made, by the system's own count."""
+    """Counts ticks of this machine's processors from its creation on, as the system reports them."""
 
     def __init__(self) -> None:
         self.start = _read_ticks()
@@ -45,7 +45,7 @@ class ProcessorWatch:
 
 
 def _read_ticks() -> list[int]:
-    """user, nice, system, idle, iowait, irq, softirq, steal; zeros where the system does not say."""
+    """Ticks of user, nice, system, idle, iowait, irq, softirq, steal; zeros where the system does not report them."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             return [int(text) for text in file.readline().split()[1:9]]
@@ -66,7 +66,7 @@ def _time(action: Callable[[], object], repeats: int, device_type: str) -> float
 
 
 def _count_repeats(once_s: float) -> int:
-    """How often an action is repeated in one round, by what it takes once."""
+    """Repeats of an action in one round, from the seconds that it takes once."""
     return max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
 
 
@@ -79,5 +79,5 @@ def _time_slowest(action: Callable[[], object], repeats: int, device_type: str) 
 
 
 def _wait_for_all(device_type: str) -> None:
-    """Return once all ranks are here; NCCL is told this rank's GPU, which it would guess from the rank's number."""
+    """Return once all ranks are here; NCCL gets this rank's GPU, which it would guess from the rank's number."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if device_type == "cuda" else None)

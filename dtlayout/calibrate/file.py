@@ -16,7 +16,7 @@ _UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}
 
 
 def to_toml(measured: Measured, cluster: Cluster, records: Sequence[SweepRecord] = ()) -> str:
-    """The text of a new file for the cluster that was measured; `records` are those of the one that it replaces."""
+    """Text of a new file for the measured cluster; `records` are those of the file that it replaces."""
     gpu, sheet = cluster.gpu, find_gpu(measured.gpu)
     source = f"dtlayout calibrate, {measured.date}, torch {measured.torch}"
     tables: dict[str, Any] = {"gpu": gpu.name, "gpus": cluster.num_gpus, "gpus_per_node": cluster.gpus_per_node}
@@ -30,11 +30,14 @@ def to_toml(measured: Measured, cluster: Cluster, records: Sequence[SweepRecord]
 
 
 def update(path: Path, engine: Engine, records: Sequence[SweepRecord], source: str) -> None:
-    """Put fitted constants in the place of those of a cluster file, and add to its records."""
+    """Write the fitted constants of `engine` and new `records` into a cluster file, in place of older ones.
+
+    `source` says where the constants come from. The last record gives the file's prediction error.
+    """
     tables = toml.read(path, "cluster")
     achieved = tables.setdefault("achieved", {})
     achieved |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}
-    new = {(record.sweep, record.date) for record in records}  # fitted to twice, a sweep is on record once
+    new = {(record.sweep, record.date) for record in records}  # a sweep is recorded once, even if fitted to twice
     kept = [each for each in tables.get("record", []) if (each["sweep"], each["date"]) not in new]
     tables["record"] = [*kept, *map(asdict, records)]
     if records:

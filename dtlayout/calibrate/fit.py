@@ -1,8 +1,9 @@
-"""Fit: from what was measured to the numbers and constants with which the cost model predicts these machines.
+"""Fit: numbers and constants from measurements, with which the cost model predicts these machines.
 
-What a kernel or a link reaches is read off its own measurements. What the host takes is fitted to the probes, all of
-it at once, since every step has a little of each. Times are those of a rank alone: what was measured while all ranks
-were at work is divided by their contention, and the cost model multiplies again where it plays them together.
+Each kernel and link has measurements of its own, from which its speed is read. The host's times are fitted to the
+probes, all at once, since every step has a little of each. Times are those of a rank alone: times that were measured
+while all ranks were at work are divided by their contention. The cost model multiplies by it again where ranks run
+together.
 """
 
 import math
@@ -34,16 +35,16 @@ _FROM_PROBES = {
     "cuda": ("layer_host_s", "layer_host_tp_s", "full_host_s", "full_host_tp_s", "selective_host_s",
              "selective_host_tp_s", "step_host_s"),
 }  # fmt: skip
-"""Device → the constants that steps of the trainer tell."""
+"""Device → constants of the cost model that steps of the trainer determine."""
 _LOSSES = (("soft_l1", 0.05),)
 _FILLS = range(0, 257, 8)
 _SHARED = 0.9
-"""Fraction of a node's ranks at full speed below which they are said to share its cores."""
+"""Ranks are said to share a node's cores if less than this fraction of them runs at full speed."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a fit to measurements found: the machines as predictions take them, and what is left of the errors."""
+    """Result of a fit to measurements: the machines as predictions take them, and the remaining errors."""
 
     cluster: Cluster
     """The measured machines: numbers in `gpu`, constants of the cost model in `gpu.achieved`."""
@@ -57,7 +58,7 @@ class Calibration:
 
 
 def calibrate(measured: Measured) -> Calibration:
-    """The cluster on which `measured` was measured."""
+    """The calibrated cluster for these measurements."""
     sheet = find_gpu(measured.gpu)
     at_once = measured.ranks_per_node / measured.contention
     is_contended = at_once < _SHARED * measured.ranks_per_node
@@ -77,10 +78,10 @@ def calibrate(measured: Measured) -> Calibration:
 
 
 def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Numbers of the GPU and constants of the cost model: matmuls, attention, memory.
+    """Numbers of the GPU and constants of the cost model for matmuls, attention and memory.
 
-    A GPU has a data sheet, of which its kernels reach a share. A CPU has none: its peak is what matmuls reach by
-    themselves, of which those of a step, whose results lie in memory that is new each time, reach a share.
+    A GPU has a data sheet, and its kernels reach a share of those numbers. A CPU has none: its peak is the speed of
+    matmuls by themselves. Matmuls in a step, whose results lie in new memory each time, reach a share of that.
     """
     general = Constants()
     numbers: dict[str, float] = {}
@@ -121,7 +122,7 @@ def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
 
 
 def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Numbers of the GPU and constants of the cost model: links in a node, and between several nodes."""
+    """Numbers of the GPU and constants of the cost model for links inside a node, and between nodes."""
     general = Constants()
     inside = [each for each in measured.collectives if not each.crosses_nodes]
     across = [each for each in measured.collectives if each.crosses_nodes]
@@ -135,7 +136,7 @@ def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict
             achieved["link_efficiency"] = bytes_per_s / sheet.link_bytes_per_s
         achieved |= {"collective_start_s": start_s, "link_latency_s": latency_s}
     if across:
-        # One rank a node, as dp's rings; several of a node together, as tp's; and the messages of pipelines.
+        # One rank a node, like dp's rings; several of a node together, like tp's; and the messages of pipelines.
         rings = [t for t in across if t.kind != "message" and t.stride * t.num_ranks > measured.ranks_per_node]
         apart = [t for t in rings if t.stride >= measured.ranks_per_node] or rings
         start_s, bytes_per_s, latency_s = _fit_link(apart, contention)
@@ -149,18 +150,18 @@ def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict
             achieved["tp_network_latency_s"] = latency_s + start_s
         messages = [t for t in across if t.kind == "message" and t.stride >= measured.ranks_per_node]
         if messages:
-            _, bytes_per_s, _ = _fit_link(messages, contention=1.0)  # who waits for one takes no core meanwhile
+            _, bytes_per_s, _ = _fit_link(messages, contention=1.0)  # a rank that waits for a message uses no core
             achieved["message_efficiency"] = bytes_per_s / numbers["network_bytes_per_s"]
-    elif inside and sheet.device_type == "cpu":  # one node: nothing is between nodes, and if so, it would be the same
+    elif inside and sheet.device_type == "cpu":  # one node: a link between nodes would be the same
         numbers["network_bytes_per_s"] = numbers["link_bytes_per_s"]
         numbers["network_latency_s"] = max(1e-6, achieved["link_latency_s"])
     return numbers, achieved
 
 
 def _fit_link(times: Sequence[CollectiveTime], contention: float) -> tuple[float, float, float]:
-    """Start, bytes a second and latency of a hop that come nearest to collectives, by relative error.
+    """Start seconds, bytes per second and latency per hop that come nearest to collectives, by relative error.
 
-    An all-reduce is two halves (`costmodel.comm`), a message there and back two hops.
+    An all-reduce counts as two halves (`costmodel.comm`), a message there and back as two hops.
     """
     rows = []
     for t in times:
@@ -173,7 +174,7 @@ def _fit_link(times: Sequence[CollectiveTime], contention: float) -> tuple[float
 
 
 def identifiable_constants(layouts: Sequence[Layout], device_type: str) -> tuple[str, ...]:
-    """The constants of the cost model that steps with these layouts can be fitted to."""
+    """Constants of the cost model that can be fitted to steps with these layouts."""
     parsed = [(layout.tp > 1, Recompute.parse(layout.recompute)) for layout in layouts]
     recomputed = {(is_tp, kind.is_selective) for is_tp, kind in parsed if kind.covers(0)}
     tells = {
@@ -192,7 +193,7 @@ def identifiable_constants(layouts: Sequence[Layout], device_type: str) -> tuple
 def _compare(probe: ProbeTime, cluster: Cluster, engine: Engine) -> Callable[[Engine], float]:
     """Engine → logarithm of predicted over measured seconds of a probe's step."""
     here = Scenario(model=probe.model, batch=probe.batch, cluster=cluster, engine=engine, precision=probe.precision)
-    memory = Estimator(here).memory(probe.layout, probe.kernels)  # no constant of time is in it
+    memory = Estimator(here).memory(probe.layout, probe.kernels)  # it depends on no constant of time
 
     def residual(engine: Engine) -> float:
         estimator = Estimator(replace(here, engine=engine))

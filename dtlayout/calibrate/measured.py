@@ -1,7 +1,7 @@
-"""What calibration measures, as a file that one fit after another may read. No torch.
+"""Measurements of a calibration, as a file that several fits may read. No torch.
 
-Every time is that of one rank while all ranks do the same, so that what they share is in it; `alone_s` is that of a
-rank by itself.
+Every time is that of one rank while all ranks do the same work, so it includes the sharing of cores and links;
+`alone_s` is the time of a rank by itself.
 """
 
 import json
@@ -21,20 +21,20 @@ from dtlayout.spec.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTime:
-    """One m×k times k×n."""
+    """Time of one matmul, m×k times k×n."""
 
     m: int
     n: int
     k: int
     format: str
-    """Number format of the matrices, as `Precision` calls it."""
+    """Number format of the matrices, as in `Precision`."""
     seconds: float
     alone_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """One causal attention [batch, heads, seq_len, head_dim]."""
+    """Time of one causal attention [batch, heads, seq_len, head_dim]."""
 
     kernel: str
     """Name of the kernel in `Kernels.attention`."""
@@ -49,21 +49,21 @@ class AttentionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """One collective of all groups of `num_ranks` ranks, `stride` apart, at the same time."""
+    """Time of one collective of all groups of `num_ranks` ranks, `stride` apart, at the same time."""
 
     kind: str
     """all-reduce, all-gather, reduce-scatter, or message from each rank to the next."""
     num_ranks: int
     stride: int
     size_bytes: int
-    """Size of the whole tensor, as `costmodel.comm` counts it; of a message, what is sent."""
+    """Bytes of the whole tensor, as `costmodel.comm` counts it; for a message, the bytes that are sent."""
     crosses_nodes: bool
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeTime:
-    """One step of the trainer, whose every part `costmodel` predicts."""
+    """Time of one step of the trainer; `costmodel` predicts each part of it."""
 
     model: ModelShape
     batch: Batch
@@ -75,7 +75,7 @@ class ProbeTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All that was measured on some machines."""
+    """All measurements of some machines."""
 
     device: str
     """Name of the device in torch."""
@@ -84,17 +84,17 @@ class Measured:
     torch: str
     """Version of torch."""
     date: str
-    """YYYY-MM-DD."""
+    """Date as YYYY-MM-DD."""
     num_ranks: int
     ranks_per_node: int
     memory_bytes: int
-    """Memory of a rank."""
+    """Memory of a rank, in bytes."""
     steal: float
-    """Share of the processors' time that a host of virtual machines gave to others; probes leave it out."""
+    """Share of the processors' time that a host of virtual machines gave to others; times of probes leave it out."""
     stream_bytes_per_s: float
-    """Bytes a second that large elementwise kernels read and write."""
+    """Bytes per second that large elementwise kernels read and write."""
     host_s: float
-    """Seconds of a loop of small operations."""
+    """Seconds of a loop of small operations on each rank, while all ranks run it."""
     host_alone_s: float
     matmuls: tuple[MatmulTime, ...]
     attention: tuple[AttentionTime, ...]
@@ -103,17 +103,17 @@ class Measured:
 
     @property
     def contention(self) -> float:
-        """How much longer everything takes while all ranks are at work, 1 if they share nothing."""
+        """Factor by which all work is slower while all ranks are at work; 1 if they share nothing."""
         pairs = [(self.host_s, self.host_alone_s), *((each.seconds, each.alone_s) for each in self.matmuls)]
         return max(1.0, median_high(seconds / alone_s for seconds, alone_s in pairs))
 
     def write(self, path: Path) -> None:
-        """Write a JSON file."""
+        """Write the measurements to a JSON file."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def read(path: Path) -> "Measured":
-        """Read a file that `write` wrote; InvalidConfig if it is something else."""
+        """Read a file that `write` wrote; InvalidConfig for any other file."""
         try:
             with toml.problems_of(f"{path} holds no measurements of dtlayout calibrate"):
                 return toml.parse(parse_json(path.read_text(encoding="utf-8")), Measured)

@@ -1,4 +1,4 @@
-"""Measures: matmuls, attention, elementwise kernels and the host's own time of a rank, and collectives of several."""
+"""Measurements of single ranks (matmuls, attention, elementwise kernels, the host's time), and of collectives."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,9 +20,9 @@ _WIDTHS = {
     "cpu": ((128, 128), (384, 128), (512, 512), (1536, 512)),
     "cuda": ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336)),
 }
-"""n and k of matmuls."""
+"""n and k of each matmul."""
 _ATTENTION = {"cpu": ((2, 4, 128, 32), (1, 2, 2048, 64)), "cuda": ((1, 32, 2048, 128), (1, 32, 8192, 128))}
-"""batch, heads, length and head width."""
+"""Batch, heads, length and head width of each attention."""
 _STREAMED_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _SMALL_OPERATIONS = 200
 _COLLECTIVE_BYTES = {"cpu": (2**12, 2**16, 2**20, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
@@ -42,7 +42,7 @@ def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
 
 
 def measure_attention(device_type: str) -> Iterator[AttentionTime]:
-    """Time attention by kernel and length, forward and backward: torch's kernels that hold no scores and run here."""
+    """Time attention by kernel and length, forward and backward: those of torch's that hold no scores and run here."""
     name = FORMATS[device_type][0]
     own = [kernel for kernel in list_kernels(AttentionKernel) if kernel.backend and not kernel.package]
     kernels = [kernel.name for kernel in own if name in kernel.formats(device_type) and not kernel.holds_scores]
@@ -69,7 +69,7 @@ def _attend_and_back(attend: Callable[[], Tensor], inputs: Sequence[Tensor]) -> 
 
 
 def measure_stream(device_type: str) -> float:
-    """Bytes a second that an elementwise kernel reads and writes."""
+    """Bytes per second that an elementwise kernel reads and writes."""
     source = torch.randn(_STREAMED_BYTES[device_type] // 4, device=device_type)
     target = torch.empty_like(source)
     seconds = time_together(lambda: torch.add(source, 1.0, out=target), device_type)
@@ -90,7 +90,7 @@ def measure_host(device_type: str) -> tuple[float, float]:
 
 
 def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[CollectiveTime]:
-    """Time collectives of groups that lie together, as tp's, and of groups that lie apart, as data parallelism's."""
+    """Time collectives of groups of neighbours, like tp's, and of groups of distant ranks, like data parallelism's."""
     world = dist.get_world_size()
     for num_ranks in divisors(world)[1:]:
         for stride in dict.fromkeys((1, world // num_ranks)):
@@ -108,7 +108,10 @@ def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[Colle
 
 
 def _prepare(size: int, group: dist.ProcessGroup, device_type: str) -> dict[str, Callable[[], object]]:
-    """Each kind of collective of so many bytes; of messages every second rank sends to the next one, and that back."""
+    """Kind of collective → function that runs one of `size` bytes.
+
+    For messages, every second rank sends to the next one, which sends back.
+    """
     ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
     part = torch.zeros(max(1, size // 4 // len(ranks)), device=device_type)
     whole = torch.zeros(part.numel() * len(ranks), device=device_type)

@@ -1,7 +1,7 @@
-"""Probes: steps of the trainer on small models, from which the cost model learns what the host takes of each.
+"""Probes: steps of the trainer on small models, from which the cost model learns the host's times.
 
-Tiny ones are nearly all host: their layers, microbatches, messages and kinds of recomputation are varied one by one.
-Wider ones on a CPU show what elementwise kernels take there.
+Tiny models are nearly all host: their layers, microbatches, messages and kinds of recomputation are varied one by one.
+Wider ones on a CPU show the time of elementwise kernels there.
 """
 
 import time
@@ -27,11 +27,11 @@ from dtlayout.training.step import TrainStep
 
 _ROUNDS, _WARM_UP_STEPS, _STEPS = 3, 1, 3
 _WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512, 256, 1), (160, 512, 128, 1))
-"""Width, vocabulary, length and micro-batch of what a CPU computes for long enough that its host matters less."""
+"""Width, vocabulary, length and micro-batch of models on which a CPU computes so long that its host matters less."""
 
 
 def measure_probes(device_type: str) -> Iterator[ProbeTime]:
-    """Time steps on all ranks, round after round, for a machine may be slower at one time than at another."""
+    """Time steps on all ranks, round after round, since a machine may be slower at one time than at another."""
     precision = Precision(compute="float32" if device_type == "cpu" else "bfloat16")
     kernels = Kernels()
     plan = [
@@ -48,7 +48,7 @@ def measure_probes(device_type: str) -> Iterator[ProbeTime]:
 
 
 def plan_probes(world: int, device_type: str) -> Iterator[tuple[ModelShape, Layout, int, int]]:
-    """What is measured on so many ranks: model, layout, sequence length, microbatches."""
+    """Model, layout, sequence length and number of microbatches of each probe on so many ranks."""
     layers = max(4, world)
     few, many = _make_model(layers // 2), _make_model(layers)
     whole = Layout(dp_shard=world)
@@ -86,9 +86,9 @@ def _make_model(num_layers: int, hidden_size: int = 64, vocab_size: int = 256) -
 def _time_steps(
     model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, device_type: str
 ) -> list[float]:
-    """Seconds of each step; all ranks end it together, for it sums numbers over all of them.
+    """Seconds of each step; all ranks end a step together, since it sums numbers over all of them.
 
-    What the host of a virtual machine gave to others meanwhile is not counted: it is another share the next minute.
+    Time that the host of a virtual machine gave to others is not counted: the share may differ in the next minute.
     """
     assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
     optimizer = build_optimizer(assembly.modules, model, AdamW())

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure on this rank; the exit code. Refusals are a line on stderr, from one rank a node."""
+    """Measure on this rank; returns the exit code. Refusals are a line on stderr, from one rank a node."""
     with guarded(is_answer=False):
         try:
             if len(arguments) != 1:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(path: Path) -> None:
-    """Measure, and write it; what would fail after minutes of measuring is refused at once."""
+    """Measure, and write the file; errors that would come after minutes of measuring are raised at once."""
     check_writable(path)
     device = open_device("auto", None)
     if device.gpu is None:
@@ -58,7 +58,7 @@ def _measure(path: Path) -> None:
 
 
 def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
-    """All that the ranks of this world can measure, each of which takes part."""
+    """All measurements that the ranks of this world can make; each rank takes part."""
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
@@ -79,7 +79,7 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
 
 
 def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:
-    """All that is found, with a word about it to who waits."""
+    """All values of `found`, with a line about each step for the person who waits."""
     if dist.get_rank() == 0:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
     return tuple(found)

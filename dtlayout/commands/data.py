@@ -25,27 +25,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print each sample of the step, by the tokenizer of the run."""
+    from dtlayout.data.bad_batch import BadBatch
     from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
     from dtlayout.data.samples import open_samples
-    from dtlayout.data.suspects import BadBatch
     from dtlayout.data.tokenizer import load_tokenizer
 
     if options.first < 0:
         raise InvalidConfig(f"--first={options.first} must not be negative")
-    suspects = BadBatch.read(options.file)
+    bad_batch = BadBatch.read(options.file)
     config = load_config(options.file.parent / "config.toml")
     folders = [prepare_tokens(each) for each in config.data.sources]
     samples = open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
-    if samples.fingerprint != suspects.tokens:
+    if samples.fingerprint != bad_batch.tokens:
         raise DataError(f"{options.file} is of other tokens than those that its run's config.toml names now")
     decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
     documents = []
-    for index, (number, sample) in enumerate(suspects.samples[: options.first or None]):
-        cut = samples.cuts[number]
-        text = decode(cut.read_ids(sample).tolist())
-        documents.append({"index": index, "source": cut.source, "sample": sample, "text": text})
-    step = {"step": suspects.step, "loss": suspects.loss, "grad_norm": suspects.grad_norm}
-    return show(options, {**step, "samples": documents, "_num_samples": len(suspects.samples)}, _describe)
+    for index, (number, sample) in enumerate(bad_batch.samples[: options.first or None]):
+        source = samples.sources[number]
+        text = decode(source.read_ids(sample).tolist())
+        documents.append({"index": index, "source": source.name, "sample": sample, "text": text})
+    step = {"step": bad_batch.step, "loss": bad_batch.loss, "grad_norm": bad_batch.grad_norm}
+    return show(options, {**step, "samples": documents, "_num_samples": len(bad_batch.samples)}, _describe)
 
 
 def _describe(document: JsonDocument) -> Iterator[str]:

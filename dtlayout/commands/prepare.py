@@ -30,19 +30,18 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
     sources, notes = [], []
-    for cut in [cut for data in (config.data, config.validation_data) if data for cut in _prepare(config, data)]:
-        tokens = cut.tokens
+    for source in [each for data in (config.data, config.validation_data) if data for each in _prepare(config, data)]:
+        tokens = source.tokens
         if options.verify:
             tokens.verify()
-        num_untaught = cut.count_untaught()
         sources.append(
             {
-                "source": cut.source, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
-                "num_documents": tokens.num_documents, "num_samples": cut.num_samples, "num_cut": cut.num_cut,
-                "num_untaught": num_untaught,
+                "source": source.name, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
+                "num_documents": tokens.num_documents, "num_samples": source.num_samples, "num_cut": source.num_cut,
+                "num_untaught": source.count_without_targets(),
             }
         )  # fmt: skip
-        notes.append(describe_cut_documents([cut]))
+        notes.append(describe_cut_documents([source]))
     document = {"sources": sources, "_notes": notes, "_seq_len": config.batch.seq_len}
     return show(options, document, _describe, indent=None)
 
@@ -63,4 +62,4 @@ def _prepare(config: Config, data: DataConfig) -> "tuple[SampledSource, ...]":
     from dtlayout.data.samples import open_samples
 
     folders = [prepare_tokens(each) for each in data.sources]
-    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed).cuts
+    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed).sources

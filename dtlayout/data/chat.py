@@ -1,8 +1,8 @@
-"""Conversations as the text that a model was taught to read, by the Jinja template that comes with its tokenizer.
+"""Conversations as the text that a model learned to read, by the Jinja template that comes with its tokenizer.
 
-Templates are those of Hugging Face's chat models: `messages`, `tools`, `add_generation_prompt` and the special tokens
-are given to them. They are programs of somebody else's: `dtlayout.data.template` has each run in a sandbox, and here a
-process is started for it, which may take so much time and memory for each conversation and no more.
+Templates are those of Hugging Face's chat models. They get `messages`, `tools`, `add_generation_prompt` and the special
+tokens. A template is a program of somebody else's: `dtlayout.data.template` runs it in a sandbox, and this module
+starts a process for it, with limits of time and memory for each conversation.
 """
 
 import hashlib
@@ -29,38 +29,38 @@ from dtlayout.models.beside import TEMPLATE_NAME
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template may take for one conversation."""
+    """Limits of a template for one conversation."""
 
     cpu_s: int = 10
-    """Seconds of a processor, for up to 500 messages; more have more, by the square of their number."""
+    """Seconds of a processor for up to 500 messages; longer conversations have more, by the square of their number."""
     memory_bytes: int = 1 << 30
-    """Memory beside what its process begins with."""
+    """Bytes of memory on top of those with which its process begins."""
     characters: int = 1 << 24
-    """Length of the text."""
+    """Largest length of the text, in characters."""
 
 
 class ChatTemplate:
-    """A template in a process of its own; DataError if it is none, cannot write a conversation, or takes too much."""
+    """A template in a process of its own; DataError if it is none, fails on a conversation, or takes too much."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: TemplateLimits | None = None):
-        """`special_tokens` are the tokenizer's by name, such as "bos_token". Its process begins when it is needed."""
+        """`special_tokens` are the tokenizer's by name, such as "bos_token". The process begins with the first use."""
         self.fingerprint = hashlib.sha256(json.dumps([source, special_tokens]).encode()).hexdigest()
         self.limits = limits or TemplateLimits()
         self._start_with = {"source": source, "special_tokens": dict(special_tokens), **asdict(self.limits)}
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self) -> None:
-        """DataError if it is no template."""
+        """Raise DataError if the source is no template."""
         if self._process is None:
             self._start()
 
     def render(self, messages: Sequence[ChatMessage], tools: Any = None, *, asks: bool = False) -> str:
-        """The text; `asks` ends it where an answer begins."""
+        """Text of a conversation; with `asks` it ends where an answer begins."""
         self.check()
         return str(self._ask(("render", list(messages), tools, asks))["text"])
 
     def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None) -> tuple[str, Spans]:
-        """The text, and where its answers are: see `dtlayout.data.template`."""
+        """Text of a conversation, and the spans of its answers: see `dtlayout.data.template`."""
         self.check()
         found = self._ask(("find_answers", list(messages), tools))
         return str(found["text"]), [(int(first), int(end)) for first, end in found["spans"]]
@@ -69,7 +69,7 @@ class ChatTemplate:
         environment = {name: value for name, value in os.environ.items() if name != "DTLAYOUT_PLUGINS"}
         self._process = subprocess.Popen(
             run_module("dtlayout.data.template_process"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=environment, cwd=os.sep, start_new_session=True,  # Ctrl-C is not for it
+            stderr=subprocess.DEVNULL, env=environment, cwd=os.sep, start_new_session=True,  # Ctrl-C must not end it
         )  # fmt: skip
         self._end = weakref.finalize(self, _end, self._process)
         try:
@@ -79,7 +79,7 @@ class ChatTemplate:
             raise
 
     def _ask(self, question: object) -> dict[str, Any]:
-        """The answer of the process, which is not believed to be of any length or form."""
+        """The answer of the process, which may have any length and form: nothing in it is trusted."""
         assert self._process and self._process.stdin and self._process.stdout, "it was started with pipes"
         sent = pickle.dumps(question)
         try:
@@ -97,7 +97,7 @@ class ChatTemplate:
         return cast(dict[str, Any], answer)
 
     def _describe_end(self, question: object) -> str:
-        """Why there is no answer; another process begins with the next question."""
+        """Reason for a missing answer; the next question starts another process."""
         exit_code = self._stop()
         what = "the chat template cannot write this conversation: "
         if exit_code == -signal.SIGXCPU:
@@ -116,13 +116,13 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not sent yet
+        with suppress(OSError):  # bytes that were not sent yet
             if pipe is not None:
                 pipe.close()
 
 
 def load_template(file: str, tokenizer: str) -> ChatTemplate:
-    """The template of a Jinja file, or where none is named the one beside the tokenizer; DataError without one."""
+    """The template of a Jinja file, or without `file` the one beside the tokenizer; DataError if there is none."""
     path = find_file(tokenizer)
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json") if path else ():
@@ -159,6 +159,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token, which is its text or a table that holds it."""
+    """Text of a special token, which is the text itself or a table with it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

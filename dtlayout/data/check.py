@@ -1,8 +1,8 @@
-"""What is wrong with a config's data, as preparing them says it: by their names, then by their beginnings.
+"""Checks of a config's data with the errors of preparing: first by the names of sources, then by their first rows.
 
-Training calls `check_data` before it imports torch, and reads everything after that by `prepare_tokens` and
-`open_samples`. `check_beginnings` calls these two with the first rows of each source, so it refuses what they would.
-What it cannot see is a row far behind the first that does not fit.
+Training calls `check_data` before it imports torch, and then reads all data by `prepare_tokens` and `open_samples`.
+`check_beginnings` calls these two with the first rows of each source, so it refuses what they would refuse. It cannot
+see a bad row far behind the first ones.
 """
 
 import tempfile
@@ -19,16 +19,16 @@ from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
 
 _HEAD_TOKENS = 1 << 16
-"""Ids of each source that are prepared to see whether it can be, unless one sample needs more."""
+"""Ids of each source that are prepared as a trial, unless one sample needs more."""
 
 
 def check_data(config: Config) -> None:
-    """DataError if a source matches no file here, or its tokenizer or chat template cannot be used with the model.
+    """Raise DataError if a source has no files here, or its tokenizer or chat template does not fit the model.
 
-    Nor may [validation] read what is trained on.
+    It also refuses a [validation] that reads training data.
     """
     validation = config.validation_data
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)  # of all sources
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)  # all sources have the same one
     refuse_larger(tokenizer.vocab_size, config.model.vocab_size)
     listed = [(data, _list_checked(data)) for data in config.data.sources]
     if validation:
@@ -38,7 +38,7 @@ def check_data(config: Config) -> None:
 
 
 def _list_checked(data: DataConfig) -> list[Path]:
-    """The local files of a source, whose chat template is one if it needs one."""
+    """Local files of a source; its chat template is checked too, if it needs one."""
     files = list_files(data.source, data.split)
     if data.messages_field:
         load_template(data.chat_template, data.tokenizer).check()
@@ -46,7 +46,7 @@ def _list_checked(data: DataConfig) -> list[Path]:
 
 
 def check_beginnings(config: Config) -> None:
-    """DataError if preparing or cutting the first rows of a source fails, as all of it would in training."""
+    """Raise DataError if preparing or cutting the first rows of a source fails, as it would in training."""
     batch, validation = config.batch, config.validation_data
     with tempfile.TemporaryDirectory() as folder:
         _check_beginnings(config, config.data, batch.seq_len + 1, Path(folder))
@@ -57,7 +57,7 @@ def check_beginnings(config: Config) -> None:
 def _check_beginnings(
     config: Config, data: DataConfig, least_tokens: int, folder: Path, *, is_held_out: bool = False
 ) -> None:
-    """Those of [data] or of [validation], of each source at least so many ids."""
+    """Check the first rows of each source of [data] or [validation], at least `least_tokens` ids each."""
     heads = [prepare_head(each, max(_HEAD_TOKENS, least_tokens), folder) for each in data.sources]
     if None in heads:
         return
@@ -68,7 +68,7 @@ def _check_beginnings(
 
 
 def _refuse_trained_on(validation: DataConfig, ours: list[Path], data: DataConfig, theirs: list[Path]) -> None:
-    """DataError if both read the same, local files or a split of the hub."""
+    """Raise DataError if both sources read the same data: local files, or a split of the hub."""
     shared = {file.resolve() for file in ours} & {file.resolve() for file in theirs}
     if shared:
         what = f"{len(shared)} of its {len(ours)} files, such as {str(min(shared))!r}"

@@ -1,7 +1,7 @@
-"""Rows of a corpus as documents: ids, and which of them a model is taught to write.
+"""Rows of a corpus as documents: ids, and a loss mask that says which of them are targets.
 
-Vocabulary: an id is *taught* if it counts as a target. Of plain text all are; of a conversation the answers are, with
-the token that ends each, unless `loss_on` says "all".
+In plain text all ids are targets. In a conversation only the answers are, each with the token that ends it, unless
+`loss_on` says "all".
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,24 +22,24 @@ from dtlayout.data.tokenizer import Ids, Tokenizer
 
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
 
-Taught = npt.NDArray[np.bool_]
+LossMask = npt.NDArray[np.bool_]
 
 
 class Document(NamedTuple):
-    """One row, tokenized."""
+    """One tokenized row."""
 
     ids: Ids
-    """With its begin and its end."""
-    taught: Taught | None
-    """For each id whether it is taught; None for all of them."""
+    """Token ids, with those that begin and end the document."""
+    loss_mask: LossMask | None
+    """For each id whether it counts as a target; None if all of them do."""
     has_text: bool
-    """Whether there is anything to learn from it."""
+    """Whether the document has any text or answer to learn from."""
 
 
 def read_documents(corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, skip: int = 0) -> Iterator[Document]:
-    """The documents of a corpus after the first `skip`, a batch of them tokenized while the next one is read.
+    """The documents of a corpus after the first `skip`; one batch is tokenized while the next one is read.
 
-    DataError, with file and row, for a row that has not what `data` names.
+    DataError, with file and row, for a row that lacks a field that `data` names.
     """
     rows = enumerate(corpus.read())
     for _ in islice(rows, skip):
@@ -49,23 +49,23 @@ def read_documents(corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, skip:
 
 
 class _Text(NamedTuple):
-    """What a row holds, as the text that is tokenized."""
+    """The text of a row, before it is tokenized."""
 
     text: str
     answers: Spans | None = None
-    """Where the answers of a conversation are; None where all is taught."""
+    """Spans of the answers in a conversation; None where all text is a target."""
     is_answered: bool = True
     """Whether the last message is an answer."""
 
 
 class _Texts:
-    """Rows that hold text."""
+    """Reads rows that hold plain text."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.text_field, tokenizer
 
     def read(self, row: SourceRow) -> _Text:
-        """What a row holds; DataError, without the place, if it holds something else."""
+        """The text of a row; DataError, without file and row, if it holds no text."""
         text = _find(row, self.field, "text_field")
         if text is None:
             raise DataError(f"there is nothing in field {self.field!r}; set text_field or remove that row")
@@ -76,7 +76,7 @@ class _Texts:
         return _Text(text)
 
     def encode(self, items: Sequence[_Text]) -> list[Document]:
-        """Their documents."""
+        """A document for each text."""
         begin, end = (np.array(ids, dtype=np.int64) for ids in (self.tokenizer.begin, [self.tokenizer.end_of_document]))
         return [
             Document(np.concatenate((begin, ids, end)), None, has_text=ids.size > 0)
@@ -85,15 +85,15 @@ class _Texts:
 
 
 class _Chats:
-    """Rows that hold conversations, which a template writes as text."""
+    """Reads rows that hold conversations, which a template writes as text."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
-        self.is_all_taught = data.loss_on == "all"
+        self.trains_on_all = data.loss_on == "all"
 
     def read(self, row: SourceRow) -> _Text:
-        """What a row holds; DataError, without the place, if it holds something else."""
+        """The text of a row's conversation; DataError, without file and row, if the row holds none."""
         messages = _find(row, self.field, "messages_field, or for plain text in [validation] its text_field")
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
@@ -101,46 +101,47 @@ class _Chats:
         if not all("role" in each for each in messages):
             raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
         tools = _read_tools(row.get("tools"))
-        if self.is_all_taught:
+        if self.trains_on_all:
             return _Text(self.template.render(messages, tools))
         text, answers = self.template.find_answers(messages, tools)
         return _Text(text, answers, is_answered=bool(messages) and messages[-1]["role"] == "assistant")
 
     def encode(self, items: Sequence[_Text]) -> list[Document]:
-        """Their documents."""
+        """A document for each conversation."""
         encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
-            self._end(ids, self._find_taught(places, item)) for item, (ids, places) in zip(items, encoded, strict=True)
+            self._end(ids, self._find_loss_mask(places, item))
+            for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 
     @staticmethod
-    def _find_taught(places: Ids, item: _Text) -> Taught | None:
-        """For each id whether it begins inside an answer; for the document's end whether the last message is one."""
+    def _find_loss_mask(places: Ids, item: _Text) -> LossMask | None:
+        """For each id whether it begins in an answer; for the document's end, whether the last message is one."""
         if item.answers is None:
             return None
-        taught = np.zeros(places.size + 1, dtype=np.bool_)
+        loss_mask = np.zeros(places.size + 1, dtype=np.bool_)
         for first, end in item.answers:
-            taught[:-1] |= (places >= first) & (places < end)
-        taught[-1] = item.is_answered
-        return taught
+            loss_mask[:-1] |= (places >= first) & (places < end)
+        loss_mask[-1] = item.is_answered
+        return loss_mask
 
-    def _end(self, ids: Ids, taught: Taught | None) -> Document:
-        """The template says how a conversation begins; it ends like any document, once."""
+    def _end(self, ids: Ids, loss_mask: LossMask | None) -> Document:
+        """The document of a conversation: its begin is the template's, its end is added if the template wrote none."""
         if not (ids.size and ids[-1] == self.tokenizer.end_of_document):
             ids = np.append(ids, self.tokenizer.end_of_document)
-        taught = None if taught is None else taught[: ids.size]
-        return Document(ids, taught, has_text=ids.size > 1 if taught is None else bool(taught.any()))
+        loss_mask = None if loss_mask is None else loss_mask[: ids.size]
+        return Document(ids, loss_mask, has_text=ids.size > 1 if loss_mask is None else bool(loss_mask.any()))
 
 
 def _without_none(value: Any) -> Any:
-    """What Arrow fills in for keys that other rows have, left out."""
+    """The value without the None that Arrow fills in for keys that other rows have."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _read_tools(tools: Any) -> Any:
-    """The tools of a row, a list or its JSON; DataError for anything else."""
+    """The tools of a row, given as a list or as JSON of one; DataError for anything else."""
     if isinstance(tools, str):
         try:
             tools = parse_json(tools)
@@ -182,7 +183,7 @@ def _batch(items: Iterable[_Text]) -> Iterator[list[_Text]]:
 def _encode_ahead(
     batches: Iterable[list[_Text]], encode: Callable[[list[_Text]], list[Document]]
 ) -> Iterator[Document]:
-    """The documents of each batch; the tokenizer has all cores for one while this thread reads the next."""
+    """Documents of each batch; the tokenizer uses all cores for one batch while this thread reads the next."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         under_way: Future[list[Document]] | None = None
         for batch in batches:

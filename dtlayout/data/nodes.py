@@ -1,10 +1,10 @@
-"""Tokens on every node: prepared once, and each node's first process sees that they are there, or prepares them itself.
+"""Tokens on every node: prepared once; each node's first process looks whether they are there, else prepares them.
 
-One process prepares, that of rank 0. Then the first process of every other node looks for the folder that this left:
-on a filesystem that the nodes share it is there, whole and with the same content; on a disk of its own it may be, from
-an earlier run. Only a node that does not see it asks for the source's files and prepares too. What the nodes tell one
-another, and each its other ranks, goes through the store by which the ranks have found each other: it needs no lock,
-belongs to this start of the run alone, and is there before any process group.
+Rank 0 prepares. Then the first process of every other node looks for the folder that rank 0 left. On a filesystem that
+the nodes share it is there, whole and with the same content. On a disk of its own it may be there from an earlier run.
+Only a node that does not see it asks for the source's files and prepares too. The messages between nodes, and between
+the ranks of a node, go through the store by which the ranks have found each other: it needs no lock, belongs to this
+start of the run alone, and is there before any process group.
 """
 
 import json
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 PATIENCE = timedelta(days=1)
-"""How long others wait for tokens; a process that fails says so, and torchrun ends who waits for one that died."""
+"""Time that others wait for tokens. A process that fails says so; torchrun ends those that wait for one that died."""
 
 
 def prepare_on_node(data: DataConfig, store: "dist.Store", what: str = "tokens") -> Path:
-    """The folder that `prepare_tokens` leaves, as this node sees it; all ranks call this, and rank 0 prepares.
+    """The folder of `prepare_tokens`, as this node sees it; all ranks call this, and rank 0 prepares.
 
-    Local rank 0 of another node prepares only if it does not see what rank 0 has left. DataError on all ranks of all
-    nodes, with the reason, if that fails on one or gives other tokens. All wait for the slowest, so that none is alone
-    in a process group. However many nodes there are, a rank asks the store for two answers, by names that begin with
-    `what`.
+    Local rank 0 of another node prepares only if it does not see the folder of rank 0. If preparing fails on a node, or
+    gives other tokens there, all ranks of all nodes get a DataError with the reason. All wait for the slowest, so that
+    none is alone in a process group. However many nodes there are, a rank asks the store for only two answers, by names
+    that begin with `what`.
     """
     node, num_nodes = os.environ.get("GROUP_RANK", socket.gethostname()), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     first, own, everywhere = f"{what}/first", f"{what}/node/{node}", f"{what}/everywhere"
@@ -59,7 +59,7 @@ def prepare_on_node(data: DataConfig, store: "dist.Store", what: str = "tokens")
 
 
 def _find_or_prepare(data: DataConfig, found: dict[str, str]) -> Path:
-    """The folder of the first node if this one sees the same there, or else one of its own with the same tokens.
+    """The folder of the first node if this node sees the same tokens there, else an own folder with the same tokens.
 
     Nobody looks for a folder before it is there: some network filesystems remember for a while that it was not.
     """
@@ -75,7 +75,7 @@ def _find_or_prepare(data: DataConfig, found: dict[str, str]) -> Path:
 
 
 def _read_info(folder: Path) -> str:
-    """What a folder of tokens says that they are, their digest among it; empty if none are there."""
+    """Text of the info file in a folder of tokens, which includes their digest; empty if there is none."""
     try:
         return (folder / INFO_NAME).read_text(encoding="utf-8")
     except OSError:
@@ -83,7 +83,7 @@ def _read_info(folder: Path) -> str:
 
 
 def _hear(data: DataConfig, store: "dist.Store", key: str) -> dict[str, str]:
-    """An answer, once it is there; DataError if it is that something failed."""
+    """An answer from the store, once it is there; DataError if it is an error, or if none comes in time."""
     import torch.distributed as dist
 
     try:

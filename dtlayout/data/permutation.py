@@ -28,7 +28,10 @@ _LOW_64 = (1 << 64) - 1
 
 
 def permute(index: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
-    """Where the permutation of range(size) chosen by `seed` sends each of `index`; same shape as `index`."""
+    """Images of `index` under the permutation of range(size) that `seed` chooses; same shape as `index`.
+
+    DataError if one of `index` is outside range(size).
+    """
     places = np.asarray(index, dtype=np.int64)
     outside = places[(places < 0) | (places >= size)]
     if outside.size:
@@ -42,7 +45,7 @@ def permute(index: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]
 
 
 def hash_integers(*values: int) -> int:
-    """A 64-bit hash of some integers in their order; with one value changed it never collides with itself."""
+    """A 64-bit hash of integers in their order; inputs that differ in one value only never collide."""
     state = np.zeros(1, dtype=np.uint64)
     for value in values:
         state = _mix((state ^ np.uint64(value & _LOW_64)) + _GOLDEN)

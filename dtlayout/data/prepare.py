@@ -1,20 +1,21 @@
 """Tokenize a corpus once into flat files of token ids.
 
     folder/<fingerprint>/tokens.bin     ids, little-endian uint16 or uint32, every document with its begin and its end
-    folder/<fingerprint>/documents.bin  where each document begins, and where the last one ends; little-endian int64
-    folder/<fingerprint>/taught.bin     for each id whether it is taught, uint8; only of conversations
-    folder/<fingerprint>/tokens.json    what they are
-    folder/<fingerprint>.parts/         while they are prepared: parts that are whole, from which the next one goes
-                                        on; of a corpus that is not wanted any more they may be deleted
+    folder/<fingerprint>/documents.bin  offset of each document, and the end of the last one; little-endian int64
+    folder/<fingerprint>/taught.bin     loss mask: for each id whether it is a target, uint8; only for conversations
+    folder/<fingerprint>/tokens.json    description of the files
+    folder/<fingerprint>.parts/         while they are prepared: parts that are whole, from which the next process
+                                        goes on; if a corpus is not wanted any more they may be deleted
 
 The fingerprint is a hash of everything that decides the ids. For local files it sees names, sizes and modification
-times, not contents; for a hub dataset only the name and the split: delete the folder to fetch a newer revision.
+times, not contents. For a hub dataset it sees only the name and the split: delete the folder to fetch a newer revision.
 
 [Note: no locks]
 File locks fail or hang on some shared filesystems. Every file and folder is written under a name of its own and renamed
-when it is whole, so what is there is whole. A part is a function of the corpus: whoever writes it writes the same ids,
-and any number of processes may write them at once. The folder never changes under its readers: a rename onto one
-that is not empty fails, so the first one wins, and who comes later has worked in vain and uses it.
+when it is whole, so a file that is there is whole. A part is a function of the corpus: each process writes the same ids
+into it, and any number of processes may write it at once. The folder never changes under its readers: a rename onto a
+folder that is not empty fails. So the first process wins, and a later one has worked in vain and uses the first one's
+folder.
 """
 
 import hashlib
@@ -44,13 +45,13 @@ from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.bin"
-TAUGHT_NAME = "taught.bin"
+LOSS_MASK_NAME = "taught.bin"
 INFO_NAME = "tokens.json"
-HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", TAUGHT_NAME: "taught_sha256"}
-"""File → the key of tokens.json that has its hash."""
+HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MASK_NAME: "taught_sha256"}
+"""File → key of tokens.json with its hash."""
 
 _FORMAT = 2  # part of the fingerprint: raise it when the same corpus would give other bytes
-_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
+_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, the work that a kill can cost
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -58,8 +59,8 @@ def prepare_tokens(data: DataConfig) -> Path:
     """Tokenize `data.source` below `data.folder`, unless that is done already; the folder that `TokenFile.open` reads.
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
-    What takes longer than some seconds says on stderr how far it is, and goes on where it was killed. Any number of
-    processes may call this at once on one filesystem: [Note: no locks].
+    Work that takes longer than some seconds reports its progress on stderr, and goes on where it was killed. Any number
+    of processes may call this at once on one filesystem: [Note: no locks].
     """
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     files = list_files(data.source, data.split)
@@ -78,30 +79,30 @@ def prepare_tokens(data: DataConfig) -> Path:
         (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
         _publish(own, target)
     except OSError as error:
-        if (target / INFO_NAME).exists():  # another one was done, and has taken the parts away
+        if (target / INFO_NAME).exists():  # another process was done, and has removed the parts
             return target
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
-        if (target / INFO_NAME).exists():  # whoever ends last, so that nothing is left that another one still wrote
+        if (target / INFO_NAME).exists():  # so the last process leaves nothing that another still wrote
             shutil.rmtree(parts, ignore_errors=True)
-        with suppress(OSError):  # parts are in it, or it is taken away
+        with suppress(OSError):  # parts are in it, or it is gone
             parts.rmdir()
     return target
 
 
 class NoText(DataError):
-    """What was read has nothing in it to learn."""
+    """Raised when the text that was read has nothing to learn from."""
 
     num_tokens = 0
-    """Ids that were read."""
+    """Number of ids that were read."""
 
 
 def prepare_head(data: DataConfig, num_tokens: int, folder: Path) -> tuple[Path, bool] | None:
-    """The first ids of `data.source` in a folder as `prepare_tokens` leaves one, and whether the source has no more.
+    """Folder with the first ids of `data.source`, like one of `prepare_tokens`, and whether the source has no more.
 
-    It refuses what `prepare_tokens` would refuse of them. What is prepared already is taken whole from where it lies.
-    None where the first so many ids hold nothing to learn, and more of them might.
+    It refuses the same errors in them as `prepare_tokens` does. Tokens that are prepared already are used whole, from
+    their own folder. None where the first `num_tokens` ids hold nothing to learn from, and later ones might.
     """
     files = list_files(data.source, data.split)
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
@@ -120,7 +121,7 @@ def prepare_head(data: DataConfig, num_tokens: int, folder: Path) -> tuple[Path,
 
 
 def _publish(own: Path, target: Path) -> None:
-    """Make what is whole the tokens that all read, unless somebody was faster: [Note: no locks]."""
+    """Rename the whole folder to the name that all read, unless another process was faster: [Note: no locks]."""
     try:
         own.rename(target)
     except OSError:
@@ -131,14 +132,14 @@ def _publish(own: Path, target: Path) -> None:
 
 
 def _refuse_unfinished(target: Path) -> None:
-    """DataError if some files are where tokens are to be, and not all of them: an older version left such folders."""
+    """Raise DataError if `target` has some files but no info: an older version left such folders."""
     # In this order: between two questions another process may have made it whole.
     if target.exists() and any(target.iterdir()) and not (target / INFO_NAME).exists():
         raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it")
 
 
 def _find_provenance(data: DataConfig) -> dict[str, object]:
-    """What a config says about the ids of a source."""
+    """Keys of a config that decide the ids of a source."""
     names = ["source", "split", "text_field", "tokenizer", "max_tokens"]
     if not data.messages_field:
         return {name: getattr(data, name) for name in names}
@@ -154,7 +155,7 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
 
 
 def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], folder: Path) -> list[Path]:
-    """The parts of a corpus, those that are there already and the others."""
+    """All parts of a corpus: those that are there already, and the others, which are written now."""
     parts, num_documents, num_tokens = _find_parts(folder)
     if data.max_tokens and num_tokens == data.max_tokens:
         return parts
@@ -170,10 +171,10 @@ def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], fold
 
 
 def _find_parts(folder: Path) -> tuple[list[Path], int, int]:
-    """The parts that are whole from the first one on, their documents and their ids."""
+    """Parts that are whole, from the first one on; their numbers of documents and of ids."""
     parts: list[Path] = []
     num_documents = num_tokens = 0
-    with suppress(FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError):  # the next one is to be written
+    with suppress(FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError):  # the next part is not there
         while True:
             path = folder / f"{len(parts):06}.npz"
             with np.load(path) as part:
@@ -185,11 +186,11 @@ def _find_parts(folder: Path) -> tuple[list[Path], int, int]:
 
 
 def _take(documents: Iterator[Document], num_tokens: int | None) -> Iterator[Document]:
-    """The documents up to so many ids, the last one cut there; None takes all."""
+    """The documents of the first `num_tokens` ids, the last one cut there; None takes all."""
     for document in documents:
         if num_tokens is not None:
-            taught = None if document.taught is None else document.taught[:num_tokens]
-            document = document._replace(ids=document.ids[:num_tokens], taught=taught)
+            loss_mask = None if document.loss_mask is None else document.loss_mask[:num_tokens]
+            document = document._replace(ids=document.ids[:num_tokens], loss_mask=loss_mask)
             num_tokens -= document.ids.size
         yield document
         if num_tokens == 0:
@@ -217,8 +218,8 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
         "lengths": np.array([document.ids.size for document in part], dtype="<i8"),
         "has_text": np.array(any(document.has_text for document in part)),
     }
-    if part[0].taught is not None:
-        arrays["taught"] = np.concatenate([document.taught for document in part if document.taught is not None])
+    if part[0].loss_mask is not None:
+        arrays["taught"] = np.concatenate([document.loss_mask for document in part if document.loss_mask is not None])
     own = path.with_name(f"{uuid4().hex[:8]}.partial")
     try:
         with own.open("wb") as file:
@@ -231,7 +232,7 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
-    """Write the parts one after the other into the files of a folder; what they are."""
+    """Append the parts to the files of a folder; returns the content of tokens.json."""
     num_tokens = num_documents = 0
     has_text = False
     _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
@@ -244,7 +245,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
         _append(folder / TOKENS_NAME, arrays["ids"])
         _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
         if "taught" in arrays:
-            _append(folder / TAUGHT_NAME, arrays["taught"].astype(np.uint8))
+            _append(folder / LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
         num_tokens += arrays["ids"].size
         num_documents += arrays["lengths"].size
         has_text = has_text or bool(arrays["has_text"])
@@ -266,7 +267,7 @@ def _append(path: Path, array: "np.ndarray[Any, Any]") -> None:
 
 
 def _finish(path: Path) -> str:
-    """Have a file reach the disk; its hash."""
+    """Flush a file to the disk; returns its hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return hash_file(path)
@@ -277,10 +278,10 @@ def _dtype(tokenizer: Tokenizer) -> "np.dtype[Any]":
 
 
 class _Progress:
-    """Says on stderr how far preparing is, every few seconds."""
+    """Reports the progress of preparing on stderr, every few seconds."""
 
     def __init__(self, data: DataConfig, num_documents: int, num_tokens: int):
-        """With the documents and ids that were there already."""
+        """Counting starts at the documents and ids that were there already."""
         self.data = data
         self.num_documents, self.num_tokens, self.first = num_documents, num_tokens, num_tokens
         self.started = self.said = time.perf_counter()
@@ -288,7 +289,7 @@ class _Progress:
             print(f"{data.source}: going on after {plural(num_tokens, 'token', ',')}", file=sys.stderr, flush=True)
 
     def count(self, num_tokens: int) -> None:
-        """One more document."""
+        """Count one more document, of `num_tokens` ids."""
         self.num_documents += 1
         self.num_tokens += num_tokens
         now = time.perf_counter()

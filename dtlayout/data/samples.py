@@ -1,29 +1,31 @@
-"""Read training samples out of prepared tokens, in an order that needs no state.
+"""Training samples from prepared tokens, in an order that needs no state.
 
 Vocabulary: a sample of sequence length S is S inputs and, shifted by one, S targets. Packed, sample i of a source
-covers its tokens [i S, i S + S + 1), whatever documents these are of; padded, it is document i, cut after S + 1 tokens
-or filled up with what is no target. An epoch of a source is one pass over all its samples in an order of its own.
+covers its tokens [i S, i S + S + 1), whatever documents they belong to. Padded, sample i is document i, cut after S + 1
+tokens or filled up with tokens that are no targets. An epoch of a source is one pass over all its samples in an order
+of its own.
 
 [Note: the order of samples]
-Which sample stands at `index` of a global batch is a function of (seed, samples of all batches before, index) alone:
+The sample at `index` of a global batch is a function of (seed, number of samples in all earlier batches, index) alone:
 
     k = seen + index                                    seen = step * global_batch where all batches are of one size
     source, n = deal(k)                                               n = k where there is one source alone
     epoch = n // num_samples,   sample = permute(n % num_samples; seed, epoch)          num_samples are the source's
 
-so a run resumes at any step from one saved number, with global batches of another size too, and every layout trains on
+So a run resumes at any step from one saved number, with global batches of another size too, and every layout trains on
 the same batches. `permute` is in `dtlayout.data.permutation`. An epoch may end inside a batch; the next one starts at
 once and nothing is dropped.
 
 [Note: shares]
-Several sources share rounds of `ROUND` samples by their weights: q_s of a round are of source s, at places that another
-permutation gives each round. Place p of round r, counted among the q_s of its source, is that source's number
-n = r q_s + p. So in each round all shares are exact, and the n of a source take all values, each once.
+Several sources share rounds of `ROUND` samples by their weights. In each round q_s samples come from source s, at
+places that another permutation gives each round. Place p of round r, counted among the q_s places of its source, holds
+that source's number n = r q_s + p. So all shares are exact in each round, and the numbers n of a source take all
+values, each once.
 
 [Note: contiguous parts]
-Data-parallel rank r reads the r-th of equal contiguous parts of the global batch, as if its dim 0 were sharded, and
-cuts it in order into microbatches. The ranks of one pipeline, tensor or context group share a data-parallel rank and
-therefore read the same samples.
+The global batch is cut into equal contiguous parts, as if its dim 0 were sharded. Data-parallel rank r reads the r-th
+part, and cuts it in order into microbatches. The ranks of one pipeline, tensor or context group share a data-parallel
+rank and therefore read the same samples.
 """
 
 from collections.abc import Sequence
@@ -57,31 +59,31 @@ class SampleRows(NamedTuple):
     """Samples of a batch, [B, S] each."""
 
     tokens: "torch.Tensor"
-    """int64."""
+    """Input ids, int64."""
     targets: "torch.Tensor"
-    """int64, `IGNORED` where none counts."""
+    """Target ids, int64; `IGNORED` where no target counts."""
     is_last: "torch.Tensor"
-    """bool: whether a token is the last of its document."""
+    """Whether a token is the last of its document, bool."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the steps before a step have seen, of whatever sizes their batches were."""
+    """Numbers of steps, samples and tokens before a step, whatever sizes the batches had."""
 
     step: int = 0
-    """How many steps those are."""
+    """Number of those steps."""
     samples: int = 0
-    """All samples of their global batches."""
+    """Samples in all their global batches."""
     tokens: int = 0
-    """The inputs of these."""
+    """Input tokens of those samples."""
 
     def after(self, step: int, batch: Batch) -> "Seen":
-        """What `step` steps have seen, if all since then are of this batch."""
+        """Numbers after `step` steps, if all later batches have the sizes of `batch`."""
         samples = self.count_samples(step, batch.global_batch)
         return Seen(step, samples, self.tokens + (step - self.step) * batch.num_tokens)
 
     def count_samples(self, step: int, global_batch: int) -> int:
-        """Samples before `step`, if all batches since then are of this size; DataError for a step before."""
+        """Samples before `step`, if all later batches have this size; DataError for an earlier step."""
         if step < 0:
             raise DataError(f"step={step} is negative; steps count from 0")
         if step < self.step:
@@ -93,20 +95,20 @@ _NOTHING = Seen()
 
 
 def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
-    """The samples of a run, from what `prepare_tokens` left in a folder for each of `data.sources`.
+    """Samples of a run, from one folder of `prepare_tokens` for each of `data.sources`.
 
     DataError if tokens do not fit the model's vocabulary or a source holds less than one sample.
     """
-    cuts = []
+    sources = []
     for folder, each in zip(folders, data.sources, strict=True):
         tokens = TokenFile.open(folder)
         tokens.check_vocab(vocab_size)
-        cuts.append(SampledSource(tokens, batch.seq_len, str(each.source), is_padded=data.samples == "padded"))
-    return Samples(tuple(cuts), batch, seed, data.weights)
+        sources.append(SampledSource(tokens, batch.seq_len, str(each.source), is_padded=data.samples == "padded"))
+    return Samples(tuple(sources), batch, seed, data.weights)
 
 
 def check_held_out(samples: "Samples", source: str) -> None:
-    """DataError if the samples of [validation] do not make one batch."""
+    """Raise DataError if the samples of [validation] do not make one batch."""
     if samples.num_batches == 0:
         raise DataError(
             f"validation.source={source!r} holds {plural(samples.num_samples, 'sample')} of "
@@ -121,49 +123,52 @@ class SampledSource:
 
     tokens: TokenFile
     seq_len: int
-    source: str = "the data"
-    """What refusals call it."""
+    name: str = "the data"
+    """Name of the source in refusals."""
     is_padded: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise DataError(
-                f"{self.source} holds {plural(self.tokens.num_tokens, 'token')}, one sample of seq_len={self.seq_len} "
+                f"{self.name} holds {plural(self.tokens.num_tokens, 'token')}, one sample of seq_len={self.seq_len} "
                 f"needs {self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch; of packed ones the last token of one is the first of the next, and one is left over."""
+        """Samples in one epoch.
+
+        The last token of a packed sample is the first one of the next, and the last of all has none after it.
+        """
         return self.tokens.num_documents if self.is_padded else max(self.tokens.num_tokens - 1, 0) // self.seq_len
 
     @property
     def num_cut(self) -> int:
-        """Documents that a padded sample does not hold whole."""
+        """Documents that are longer than a padded sample; 0 for packed samples."""
         return int((np.diff(self.tokens.documents) > self.seq_len + 1).sum()) if self.is_padded else 0
 
-    def count_untaught(self) -> int:
-        """Samples without any target; all that says what is taught is read for it."""
-        num_untaught = 0
+    def count_without_targets(self) -> int:
+        """Number of samples without any target; reads the whole loss mask."""
+        num_without = 0
         for start in range(0, self.num_samples, _SAMPLES_AT_ONCE):
             first_B, length_B = self._find(np.arange(start, min(start + _SAMPLES_AT_ONCE, self.num_samples)))
-            if self.tokens.taught is None:
-                num_untaught += int((length_B < 2).sum())
+            if self.tokens.loss_mask is None:
+                num_without += int((length_B < 2).sum())
             else:  # the first token of a sample is no target
                 begin, end = first_B[0], first_B[-1] + length_B[-1]
-                targets = begin + np.flatnonzero(self.tokens.taught[begin:end])
+                targets = begin + np.flatnonzero(self.tokens.loss_mask[begin:end])
                 nth = np.searchsorted(targets, (first_B + 1, first_B + length_B))
-                num_untaught += int((nth[0] == nth[1]).sum())
-        return num_untaught
+                num_without += int((nth[0] == nth[1]).sum())
+        return num_without
 
     def read_ids(self, sample: int) -> Ints:
-        """The tokens of one sample, without what fills it up."""
+        """Token ids of one sample, without padding."""
         tokens_BS, _, _ = self.read(np.array([sample]))
         documents = self.tokens.documents
         return tokens_BS[0, : documents[sample + 1] - documents[sample]] if self.is_padded else tokens_BS[0]
 
     def read(self, ids_B: Ints) -> tuple[Ints, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """S + 1 tokens of each sample; which count as targets; which are the last of their document."""
+        """S + 1 tokens of each sample; whether each counts as a target; whether each is the last of its document."""
         whole = self.seq_len + 1
         first_B, length_B = self._find(ids_B)
         window_BS = np.minimum(first_B[:, None] + np.arange(whole), self.tokens.num_tokens - 1)
@@ -174,12 +179,12 @@ class SampledSource:
         for row, (first, length) in enumerate(zip(first_B, length_B, strict=True)):
             following = slice(*np.searchsorted(self.tokens.documents, (first, first + length), side="right"))
             is_last_BS[row, self.tokens.documents[following] - first - 1] = True
-        if self.tokens.taught is not None:
-            is_there_BS &= self.tokens.taught[window_BS] != 0
+        if self.tokens.loss_mask is not None:
+            is_there_BS &= self.tokens.loss_mask[window_BS] != 0
         return tokens_BS, is_there_BS, is_last_BS
 
     def _find(self, ids_B: Ints) -> tuple[Ints, Ints]:
-        """Where each sample begins in the file, and of how many tokens it is, the one after its last input included."""
+        """Offset of each sample in the file, and its number of tokens, at most S + 1."""
         whole = self.seq_len + 1
         if not self.is_padded:
             return ids_B * self.seq_len, np.full_like(ids_B, whole)
@@ -191,19 +196,19 @@ class SampledSource:
 class Samples:
     """The batches of a run, `sizes.global_batch` samples a step."""
 
-    cuts: tuple[SampledSource, ...]
-    """One for each source."""
+    sources: tuple[SampledSource, ...]
+    """One entry for each source."""
     sizes: Batch
     seed: int
     weights: tuple[float, ...] = (1.0,)
-    """Of each source: [Note: shares]."""
+    """Weight of each source: [Note: shares]."""
     seen: Seen = _NOTHING
-    """What steps have seen that batches of another size may have had; those from there on have `sizes`."""
+    """Totals of earlier steps, whose batches may have had other sizes; from there on batches have `sizes`."""
 
     def __post_init__(self) -> None:
         if 0 in self._quotas:
-            lost = self.cuts[self._quotas.index(0)]
-            raise DataError(f"the weight of {lost.source} is less than 1 / {ROUND} of all; raise it or leave it out")
+            lost = self.sources[self._quotas.index(0)]
+            raise DataError(f"the weight of {lost.name} is less than 1 / {ROUND} of all; raise it or leave it out")
 
     @cached_property
     def _quotas(self) -> list[int]:
@@ -215,34 +220,34 @@ class Samples:
 
     @property
     def shares(self) -> list[float]:
-        """Of each source, of the samples that are read: [Note: shares]."""
+        """Share of each source in the samples that are read: [Note: shares]."""
         return [quota / ROUND for quota in self._quotas]
 
     @property
     def num_samples(self) -> int:
-        """Samples of all sources."""
-        return sum(cut.num_samples for cut in self.cuts)
+        """Number of samples of all sources."""
+        return sum(source.num_samples for source in self.sources)
 
     @property
     def num_batches(self) -> int:
-        """Whole global batches in so many."""
+        """Number of whole global batches in these samples."""
         return self.num_samples // self.sizes.global_batch
 
     @property
     def fingerprint(self) -> str:
-        """Equal for other samples only if these are the same ones in the same order, whatever the seed."""
-        hashes = [cut.tokens.fingerprint for cut in self.cuts]
-        if len(self.cuts) > 1:
+        """A text that is equal for two runs only if their samples are the same in the same order, whatever the seed."""
+        hashes = [source.tokens.fingerprint for source in self.sources]
+        if len(self.sources) > 1:
             hashes = [f"{quota} {found}" for quota, found in zip(self._quotas, hashes, strict=True)]
-        return ", ".join([*hashes, *(["padded"] if self.cuts[0].is_padded else [])])
+        return ", ".join([*hashes, *(["padded"] if self.sources[0].is_padded else [])])
 
     def locate(self, step: int, indices: Sequence[int]) -> tuple[Ints, Ints]:
-        """Of the samples at these indices of the global batch of `step`: which source each is of, and which there."""
+        """Source and number in the source, for the samples at these indices of the global batch of `step`."""
         numbers = number_samples(step, indices, self.sizes.global_batch, self.seen)
         source_B, sample_B = deal(numbers, self._quotas, self.seed)
-        for i, cut in enumerate(self.cuts):
+        for i, source in enumerate(self.sources):
             is_here = source_B == i
-            sample_B[is_here] = shuffle(sample_B[is_here], cut.num_samples, self.seed)
+            sample_B[is_here] = shuffle(sample_B[is_here], source.num_samples, self.seed)
         return source_B, sample_B
 
     def batch(self, step: int, indices: Sequence[int]) -> SampleRows:
@@ -252,9 +257,9 @@ class Samples:
         source_B, sample_B = self.locate(step, indices)
         shape = (len(source_B), self.sizes.seq_len + 1)
         tokens, counts, is_last = np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_)
-        for i, cut in enumerate(self.cuts):
+        for i, source in enumerate(self.sources):
             is_here = source_B == i
-            tokens[is_here], counts[is_here], is_last[is_here] = cut.read(sample_B[is_here])
+            tokens[is_here], counts[is_here], is_last[is_here] = source.read(sample_B[is_here])
         targets = np.where(counts, tokens, IGNORED)[:, 1:]
         return SampleRows(
             *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))
@@ -262,7 +267,7 @@ class Samples:
 
 
 def number_samples(step: int, indices: Sequence[int], global_batch: int, seen: Seen = _NOTHING) -> Ints:
-    """k of each of `indices` in the global batch of `step`: [Note: the order of samples]."""
+    """k for each of `indices` in the global batch of `step`: [Note: the order of samples]."""
     index = np.asarray(indices, dtype=np.int64).reshape(-1)
     outside = index[(index < 0) | (index >= global_batch)]
     if outside.size:
@@ -284,7 +289,7 @@ def deal(numbers: Ints, quotas: Sequence[int], seed: int) -> tuple[Ints, Ints]:
 
 
 def shuffle(numbers: Ints, num_samples: int, seed: int) -> Ints:
-    """Which of a source's samples each of its numbers is: [Note: the order of samples]."""
+    """Index of the sample for each number of a source: [Note: the order of samples]."""
     epochs, places = np.divmod(numbers, num_samples)
     for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
         places[epochs == epoch] = permute(places[epochs == epoch], num_samples, hash_integers(seed, int(epoch)))
@@ -292,7 +297,7 @@ def shuffle(numbers: Ints, num_samples: int, seed: int) -> Ints:
 
 
 def own_indices(global_batch: int, dp_rank: int, num_dp_ranks: int) -> range:
-    """What a data-parallel rank reads of each global batch, which they share equally: [Note: contiguous parts].
+    """Part of each global batch that a data-parallel rank reads: [Note: contiguous parts].
 
     >>> own_indices(8, 1, 2)
     range(4, 8)

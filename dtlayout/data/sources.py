@@ -3,13 +3,13 @@
 A source is one of
 - local files: a path, a folder, a glob, or a list of these; .txt (one document a file), .json / .jsonl, .parquet;
 - "python-stdlib": the .py files of the running Python's standard library, about 11 MB that every machine has;
-- anything else is a name on the hub, `owner/name` or `owner/name:config`. The owner is needed: a bare "json" would have
-  `datasets` read whatever lies in the working directory.
+- anything else is a name on the hub, `owner/name` or `owner/name:config`. The owner is needed: a bare "json" would make
+  `datasets` read the files that lie in the working directory.
 
-Local files are one split, "train"; which splits a dataset on the hub has, it says itself.
+Local files have one split, "train"; a dataset on the hub has splits of its own.
 
-All are streamed: `datasets` keeps no copy of local data, only an empty lock file in its cache folder, and nothing
-local touches the network. The order is the order of the names, whatever the filesystem says.
+All sources are streamed: `datasets` keeps no copy of local data, only an empty lock file in its cache folder, and local
+sources never touch the network. Files are read in the order of their names, whatever the filesystem says.
 """
 
 import glob
@@ -45,16 +45,16 @@ _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "idlelib", "li
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source that is open."""
+    """A source that is open, and can be read row by row."""
 
     source: str | Sequence[str]
     files: Sequence[Path]
-    """Local files in the order in which they are read; none of a dataset on the hub."""
+    """Local files in the order in which they are read; empty for a dataset on the hub."""
     rows: Iterable[SourceRow]
-    """One document each; of .txt files a row is the file, with the field "text"."""
+    """One document each; for .txt files a row is the file, with the field "text"."""
 
     def read(self) -> Iterator[SourceRow]:
-        """The rows in a fixed order; DataError with the place where they cannot be read."""
+        """The rows in a fixed order; DataError with the place if they cannot be read."""
         iterator = iter(self.rows)
         for num_read in count():
             try:
@@ -67,7 +67,7 @@ class Corpus:
             yield row
 
     def place(self, number: int) -> str:
-        """Where the row of a number, which counts from 0, stands: file, and row of it from 1 on."""
+        """Place of row `number`, which counts from 0: the file, and the row there, which counts from 1."""
         num_before = 0
         for file, rows in self._read_files():
             num_rows = sum(1 for _ in rows)
@@ -77,7 +77,7 @@ class Corpus:
         return f"row {number + 1} of {self.source!r}"
 
     def _find_break(self, num_read: int) -> str:
-        """Where reading broke, as exactly as the kind of file allows."""
+        """Place where reading broke, as exactly as the kind of file allows."""
         builder = _builder(self.files)
         for file in self.files:
             if builder == "json" and (line := _find_bad_line(file)):
@@ -94,7 +94,7 @@ class Corpus:
         return f"after {plural(num_read, 'row')}"
 
     def _read_files(self) -> Iterator[tuple[Path, Iterable[SourceRow]]]:
-        """Each file with its rows, read again to name a place; none where what is read does not go file by file."""
+        """Each file with its rows, read again to name a place; empty where rows are not read file by file."""
         rows: Any = self.rows
         num_files = len(self.files)
         if num_files == getattr(rows, "num_shards", 0):
@@ -103,16 +103,16 @@ class Corpus:
 
 
 def open_corpus(source: str | Sequence[str], files: list[Path], split: str) -> Corpus:
-    """A source, open, whose local files are those that `list_files` has found; DataError if it cannot be opened.
+    """The source, opened; DataError if it cannot be opened.
 
-    `split` is a hub dataset's; what it may be of local files, `list_files` has said. Line ends of .txt files become
-    \\n.
+    `files` are its local files, from `list_files`. `split` is that of a hub dataset; `list_files` has checked it for
+    local files. Line ends of .txt files become \\n.
     """
     return Corpus(source, files, _open_files(files) if files else _open_hub(str(source), split))
 
 
 def list_files(source: str | Sequence[str], split: str = LOCAL_SPLIT) -> list[Path]:
-    """The local files of `source` in reading order; empty means that `source` is a name on the hub.
+    """Local files of `source` in reading order; empty if `source` is a name on the hub.
 
     DataError if there are none, or if local files have no such split.
     """
@@ -149,7 +149,7 @@ def _match_files(pattern: str) -> list[Path]:
 
 
 def _list_folder(folder: Path) -> list[Path]:
-    """The files below a folder that are read, linked folders included; DataError if some data would be left out."""
+    """Files below a folder that can be read, linked folders included; DataError if some data would be left out."""
     found, unread, seen = list[Path](), list[Path](), set[str]()
     for place, subfolders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -180,7 +180,7 @@ def _check_one_kind(files: list[Path], source: str | Sequence[str]) -> None:
         )
 
 
-@cache  # it reads 11 MB to leave out what is not UTF-8, and nobody changes the Python that is running
+@cache  # it reads 11 MB to leave out files that are not UTF-8, and the running Python does not change
 def _list_stdlib(root: Path) -> list[Path]:
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -198,12 +198,12 @@ def _is_utf8(file: Path) -> bool:
 
 
 def _find_bad_line(file: Path) -> int:
-    """The first line, from 1 on, that is no JSON; 0 if there is none. A file is an array, or an object a line."""
+    """First line, from 1 on, that is no JSON; 0 if there is none. The file is an array, or has an object a line."""
     with file.open("rb") as lines:
         texts = [lines.read()] if lines.peek(1)[:1] == b"[" else lines
         for number, text in enumerate(texts, start=1):
             try:
-                parse_json(text.rstrip() or "0")  # an end of line is no part of what is wrong with it
+                parse_json(text.rstrip() or "0")  # an end of line is no part of the error
             except json.JSONDecodeError as error:
                 return number - 1 + error.lineno
             except ValueError:  # not UTF-8
@@ -212,15 +212,15 @@ def _find_bad_line(file: Path) -> int:
 
 
 def _builder(files: Sequence[Path]) -> str:
-    """What `datasets` reads them with; .py comes from the standard library only."""
+    """Name of the `datasets` builder that reads these files; .py comes from the standard library only."""
     return BUILDERS.get(files[0].suffix, "text") if files else ""
 
 
 def _open_files(files: list[Path]) -> Iterable[SourceRow]:
     import datasets
 
-    datasets.disable_progress_bars()  # of files that are looked for; they would be drawn between our lines
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what its readers log, they raise too
+    datasets.disable_progress_bars()  # progress of looking for files would be drawn between our lines
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # its readers raise the same errors
     builder = _builder(files)
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
     patterns = [glob.escape(str(file.absolute())) for file in files]
@@ -243,7 +243,7 @@ def _open_hub(source: str, split: str) -> Iterable[SourceRow]:
 
 @contextmanager
 def _refusal(before: str, after: str = "") -> Iterator[None]:
-    """DataError with what goes wrong."""
+    """Raise a DataError with the first line of any error inside the block."""
     try:
         yield
     except Exception as error:  # see `Corpus.read`

@@ -1,14 +1,14 @@
-"""A chat template as a program: conversations to text by Jinja, in its sandbox, and where the answers are in it.
+"""A chat template as a program: turns conversations into text by Jinja, in its sandbox, and finds the answers in it.
 
 This runs in a process of its own that has limits (`dtlayout.data.template_process`), since nobody can tell beforehand
 how much time and memory a template takes. Legend of spans: an answer is text[first:end], with its end token. Where the
-template marks answers, that token is in only if the marks enclose it.
+template marks answers, that token is included only if the marks enclose it.
 
 [Note: where answers are]
-A template that marks them with {% generation %} … {% endgeneration %} says so itself. For any other, an answer is what
-it adds to the messages before it and the prompt for an answer. That holds if the text of the messages so far is how the
-text of all begins; some templates write an answer otherwise once messages follow (without its thoughts), and such a
-conversation is refused.
+A template that marks its answers with {% generation %} … {% endgeneration %} says itself where they are. For any other
+template, an answer is the text that it adds to the messages before it and the prompt for an answer. That holds if the
+text of the messages so far is the beginning of the text of all messages. Some templates write an answer differently
+once messages follow (without its thoughts); such a conversation is refused.
 """
 
 import json
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     import jinja2
 
 ChatMessage = Mapping[str, Any]
-"""What the template reads: "role" and "content", and more where it knows more."""
+"""A message that a template reads: "role" and "content", and other keys that it knows."""
 Spans = list[tuple[int, int]]
 _USUAL_MESSAGES = 500
-"""Messages of the longest conversation that has no more time than the limit says."""
+"""Number of messages up to which a conversation has the plain limit of time."""
 
-# Where an answer begins and ends; drawn at random, so that no text holds them.
+# Marks of the begin and end of an answer; drawn at random, so that no text holds them.
 _OPEN, _CLOSE = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 
 
 class Template:
-    """A compiled template; DataError if it is none, or cannot write a conversation."""
+    """A compiled template; DataError if the source is none, or if it cannot write a conversation."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         """`special_tokens` are the tokenizer's by name, such as "bos_token"."""
@@ -40,11 +40,11 @@ class Template:
         self._template = _compile(source)
 
     def render(self, messages: Sequence[ChatMessage], tools: Any = None, *, asks: bool = False) -> str:
-        """The text; `asks` ends it where an answer begins."""
+        """Text of a conversation; with `asks` it ends where an answer begins."""
         return self._write(messages, tools, asks=asks).replace(_OPEN, "").replace(_CLOSE, "")
 
     def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None) -> tuple[str, Spans]:
-        """The text, and where its answers are: [Note: where answers are]."""
+        """Text of a conversation, and the spans of its answers: [Note: where answers are]."""
         marked = self._write(messages, tools)
         if _OPEN in marked:
             return _read_marks(marked)
@@ -67,16 +67,16 @@ class Template:
             return self._template.render(
                 messages=list(messages), tools=tools, add_generation_prompt=asks, **self._special_tokens
             )
-        except MemoryError:  # which is this process's limit
+        except MemoryError:  # the limit of this process
             raise
-        except Exception as error:  # it is a program of somebody else's
+        except Exception as error:  # the template is a program of somebody else's
             raise DataError(
                 f"the chat template cannot write this conversation: {type(error).__name__} {error}"
             ) from error
 
 
 def _read_marks(marked: str) -> tuple[str, Spans]:
-    """The text without marks, and what was between them."""
+    """The text without marks, and the spans that were between them."""
     text, spans = "", []
     first, *rest = marked.split(_OPEN)
     text += first
@@ -88,17 +88,17 @@ def _read_marks(marked: str) -> tuple[str, Spans]:
 
 
 def _compile(source: str) -> "jinja2.Template":
-    """As `transformers` sets Jinja up, for which these templates are written.
+    """The template, compiled by Jinja with the settings of `transformers`, for which templates are written.
 
-    But they are not told what day it is: the same conversation is the same text tomorrow. And a special token that the
-    tokenizer does not name is an error instead of nothing.
+    Two things differ. Templates don't get the date: the same conversation is the same text tomorrow. And a special
+    token that the tokenizer does not name is an error instead of an empty text.
     """
     from jinja2 import TemplateError, Undefined, UndefinedError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: what is inside is an answer."""
+        """The tag {% generation %}: its content is an answer."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -111,7 +111,7 @@ def _compile(source: str) -> "jinja2.Template":
             return f"{_OPEN}{caller()}{_CLOSE}"
 
     class Unnamed(Undefined):
-        """A name that nobody has given a value."""
+        """A name without a value."""
 
         def __str__(self) -> str:
             if str(self._undefined_name).endswith("_token"):
@@ -131,12 +131,12 @@ def _compile(source: str) -> "jinja2.Template":
     environment.globals["raise_exception"] = refuse
     try:
         return environment.from_string(source)
-    except (TemplateError, RecursionError, SyntaxError, ValueError) as error:  # Python compiles what Jinja writes
+    except (TemplateError, RecursionError, SyntaxError, ValueError) as error:  # Python's own too, from Jinja's code
         raise DataError(f"the chat template is not Jinja: {error}") from error
 
 
 def scale_limit(question: object) -> int:
-    """How many times the limit of time a question has: conversations of more than 500 messages have more.
+    """Factor on the limit of time for a question: conversations of more than 500 messages have more time.
 
     Finding its answers writes a conversation twice for each answer, so the time grows with the square of its length.
     """

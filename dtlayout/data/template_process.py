@@ -1,8 +1,8 @@
-"""The process in which a chat template runs: it answers questions until nobody asks any more, within limits.
+"""The process in which a chat template runs: it answers questions until no more come, within limits.
 
-Questions are pickled, each with its length before it; they come from the parent, which made them. Answers are lines of
-JSON, since the parent believes nothing that comes from here. A question that takes too long ends the process: Linux
-sends SIGXCPU, whatever the template is in the middle of, be it C.
+The parent makes the questions and pickles them, each with its length before it. Answers are lines of JSON, since the
+parent trusts nothing that comes from here. A question that takes too long ends the process: Linux sends SIGXCPU,
+whatever the template is doing, even inside C.
 """
 
 import json
@@ -20,11 +20,11 @@ from dtlayout.base.errors import DataError
 from dtlayout.data.template import Spans, Template, scale_limit
 
 _MOST_OF_A_PROBLEM = 2000
-"""Characters of what a template says is wrong."""
+"""Largest length of a template's own error message, in characters."""
 
 
 def main() -> None:
-    """Answer what stdin asks."""
+    """Answer the questions that come on stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     start = _read(questions)
@@ -35,7 +35,7 @@ def main() -> None:
     template: Template | None = None
     question: Any = start
     while question is not None:
-        # One second more, since it counts whole ones.
+        # One second more, since the limit counts whole seconds.
         _limit(resource.RLIMIT_CPU, int(time.process_time() + start["cpu_s"] * scale_limit(question)) + 1)
         try:
             if template is None:
@@ -71,20 +71,20 @@ def _describe(why: str) -> str:
 
 
 def _read(file: BinaryIO) -> Any:
-    """The next question; None once there is none."""
+    """The next question; None after the last one."""
     head = file.read(8)
     return pickle.loads(file.read(struct.unpack("<Q", head)[0])) if len(head) == 8 else None
 
 
 def _limit(what: int, most: int) -> None:
-    """Lower a limit of this process, where the system has it."""
+    """Lower a limit of this process, where the system has that limit."""
     _, hard = resource.getrlimit(what)
     with suppress(ValueError, OSError):
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _own_bytes() -> int:
-    """Memory that this process has mapped; a guess where there is no /proc."""
+    """Bytes of memory that this process has mapped; a guess where there is no /proc."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,6 +1,6 @@
 """Text to token ids: raw bytes, or any tokenizer.json.
 
-Vocabulary: the end of document is the id that `prepare` writes after every document; it is never produced by text.
+Vocabulary: the end of document is the id that `prepare` writes after every document; text never produces it.
 """
 
 import hashlib
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 
 END_OF_DOCUMENT_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
-"""Looked for in this order among special tokens when no end of document is named: Llama 2, Llama 3, GPT-2, Gemma."""
+"""Special tokens that may end a document, tried in this order if none is named: Llama 2, Llama 3, GPT-2, Gemma."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What preparing tokens needs."""
+    """A tokenizer, as preparing tokens needs it."""
 
     vocab_size: int
     """One more than the largest id, so that an embedding of this many rows is large enough."""
     end_of_document: int
     """The id that separates documents."""
     fingerprint: str
-    """Equal for two tokenizers only if they give equal ids."""
+    """A text that is equal for two tokenizers only if they give equal ids."""
     encode_batch: Callable[[Sequence[str]], list[Ids]]
     """Ids of each text, without any special token; may use all cores."""
     encode_chats: Callable[[Sequence[str]], list[tuple[Ids, Ids]]]
-    """Ids of each text, in which what is spelt like a special token is one, and the character where each id begins."""
+    """Ids of each text, and the index of the character where each id begins; spelt special tokens become one id."""
     decode: Callable[[Sequence[int]], str]
-    """Text of ids, without special tokens; what is no whole character yet ends in U+FFFD."""
+    """Text of ids, without special tokens; an unfinished character at the end becomes U+FFFD."""
     begin: tuple[int, ...] = ()
-    """Ids before each document, which its models expect there: Llama's <s>, Llama 3's <|begin_of_text|>; or none."""
+    """Ids that models expect before each document: Llama's <s>, Llama 3's <|begin_of_text|>; or none."""
     end_of_answer: int | None = None
-    """The id that ends an answer, where the files beside tokenizer.json name one as its `eos_token`."""
+    """The id that ends an answer, where the files beside tokenizer.json name one as `eos_token`."""
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
-    """Bytes of each text; what UTF-8 cannot hold (a lone surrogate) becomes `?`."""
+    """Bytes of each text; characters that UTF-8 cannot hold (a lone surrogate) become `?`."""
     return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64) for text in texts]
 
 
@@ -71,11 +71,11 @@ BYTES = Tokenizer(
     encode_chats=_encode_chats_as_bytes,
     decode=_decode_bytes,
 )
-"""Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: nothing to download, nothing to train."""
+"""A tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 ends a document: nothing to download or train."""
 
 
 def find_file(spec: str) -> Path | None:
-    """The tokenizer.json that `spec` means, be it there or not; None for "bytes"."""
+    """Path of the tokenizer.json that `spec` means, even if it does not exist; None for "bytes"."""
     if spec == "bytes":
         return None
     path = expand(spec)
@@ -83,7 +83,7 @@ def find_file(spec: str) -> Path | None:
 
 
 def find_other_tokenizer(spec: str, init_from: str) -> list[str]:
-    """A line for who did not mean it, where `spec` is another tokenizer than the one in the folder of `init_from`."""
+    """A warning line if `spec` is another tokenizer than the one in the folder of `init_from`; else empty."""
     own, other = find_file(spec), expand(init_from) / TOKENIZER
     if not init_from or not other.is_file() or (own and own.is_file() and own.read_bytes() == other.read_bytes()):
         return []
@@ -93,8 +93,9 @@ def find_other_tokenizer(spec: str, init_from: str) -> list[str]:
 def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
     """The tokenizer that `spec` names: "bytes", a tokenizer.json, or a folder that holds one.
 
-    `end_of_document` names the token that separates documents; empty takes the first of `END_OF_DOCUMENT_TOKENS`
-    that is a special token of it, or else its own `eos_token`. A piece of text that is spelt like one of them is none.
+    `end_of_document` names the token that separates documents. If it is empty, that is the first of
+    `END_OF_DOCUMENT_TOKENS` that is a special token of the tokenizer, or else its own `eos_token`. Text that is spelt
+    like such a token does not become one.
     """
     path = find_file(spec)
     if path is None:
@@ -112,9 +113,9 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
     return _load(path.absolute(), stat.st_size, stat.st_mtime_ns, end_of_document, find_end_token(path.parent))
 
 
-@lru_cache(maxsize=1)  # all sources have one, which is checked before it is used, and takes a second to read
+@lru_cache(maxsize=1)  # all sources have the same one, which is checked before it is used, and takes a second to read
 def _load(path: Path, size: int, mtime_ns: int, end_of_document: str, end_of_answer: str | None) -> Tokenizer:
-    """That of a file, which `size` and `mtime_ns` tell from what it was before; `end_of_answer` is its `eos_token`."""
+    """The tokenizer of a file; `size` and `mtime_ns` change with the file, `end_of_answer` is its `eos_token`."""
     tokenizer = _read_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -124,7 +125,7 @@ def _load(path: Path, size: int, mtime_ns: int, end_of_document: str, end_of_ans
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
-    of_chats = cache(partial(_read_tokenizer, path, spells_special=True))  # read where there are any
+    of_chats = cache(partial(_read_tokenizer, path, spells_special=True))  # read when there are conversations
 
     def encode_chats(texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
         encodings = of_chats().encode_batch(list(texts), add_special_tokens=False)
@@ -165,7 +166,7 @@ def _read_tokenizer(path: Path, *, spells_special: bool = False) -> "tokenizers.
 def _find_end_of_document(
     ids: dict[str, int], special: set[str], named: str, end_of_answer: str | None, path: Path
 ) -> int:
-    """The id of the token that is named, or else of the first usual one that no text gives, or of the `eos_token`."""
+    """Id of the token `named`, else of the first usual end token that is special, else of the `eos_token`."""
     usual = [token for token in END_OF_DOCUMENT_TOKENS if token in special]
     for token in (named,) if named else (*usual, *([end_of_answer] if end_of_answer else [])):
         if token in ids:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import hash_file, parse_json
-from dtlayout.data.prepare import DOCUMENTS_NAME, HASH_KEYS, INFO_NAME, TAUGHT_NAME, TOKENS_NAME
+from dtlayout.data.prepare import DOCUMENTS_NAME, HASH_KEYS, INFO_NAME, LOSS_MASK_NAME, TOKENS_NAME
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,32 +19,32 @@ class TokenFile:
     tokens: "np.memmap[Any, np.dtype[Any]]"
     """All ids in one row, uint16 or uint32, read-only."""
     documents: "np.memmap[Any, np.dtype[np.int64]]"
-    """Where each document begins, and where the last one ends."""
-    taught: "np.memmap[Any, np.dtype[np.uint8]] | None"
-    """Of conversations, for each id whether it is taught; None where all are."""
+    """Offset of each document, and the end of the last one."""
+    loss_mask: "np.memmap[Any, np.dtype[np.uint8]] | None"
+    """For each id of conversations, 1 if it counts as a target; None where all ids do."""
     vocab_size: int
-    """The tokenizer's: every id is below it."""
+    """Size of the tokenizer's vocabulary: every id is below it."""
     end_of_document: int
     """The id between documents."""
     sha256: str
-    """Hash of the file of ids; of conversations that an older version prepared, of what is taught too."""
+    """Hash of the file of ids; for conversations that an older version prepared, of ids and loss mask together."""
     documents_sha256: str = ""
-    """Hash of the file of where documents begin; empty where an older version prepared them."""
+    """Hash of the file of document offsets; empty where an older version prepared them."""
     taught_sha256: str = ""
-    """Hash of the file of what is taught; empty where there is none, and where an older version prepared it."""
+    """Hash of the loss mask's file, under the name of its key on disk; empty without one, or from an older version."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
         """The tokens that `prepare_tokens` left in `folder`."""
         folder = Path(folder)
         info = _read_info(folder / INFO_NAME)
-        taught = None
-        if (folder / TAUGHT_NAME).exists():
-            taught = _map(folder / TAUGHT_NAME, "<u1", info["num_tokens"])
+        loss_mask = None
+        if (folder / LOSS_MASK_NAME).exists():
+            loss_mask = _map(folder / LOSS_MASK_NAME, "<u1", info["num_tokens"])
         return cls(
             _map(folder / TOKENS_NAME, np.dtype(info["dtype"]).newbyteorder("<"), info["num_tokens"]),
             _map(folder / DOCUMENTS_NAME, "<i8", info["num_documents"] + 1),
-            taught,
+            loss_mask,
             info["vocab_size"],
             info["end_of_document"],
             **{key: info.get(key, "") for key in HASH_KEYS.values()},
@@ -52,22 +52,22 @@ class TokenFile:
 
     @property
     def folder(self) -> Path:
-        """Where the file lies."""
+        """Folder of the files."""
         return Path(str(self.tokens.filename)).parent
 
     @property
     def num_tokens(self) -> int:
-        """Ids in the file, ends of documents included."""
+        """Number of ids in the file, ends of documents included."""
         return int(self.tokens.size)
 
     @property
     def num_documents(self) -> int:
-        """Documents, the empty ones included."""
+        """Number of documents, the empty ones included."""
         return int(self.documents.size) - 1
 
     @property
     def fingerprint(self) -> str:
-        """Equal for other tokens only if ids and targets are the same.
+        """A text that is equal for two folders only if their ids and targets are the same.
 
         A checkpoint keeps it, so that a run that resumes on other data can say so.
         """
@@ -78,9 +78,9 @@ class TokenFile:
         refuse_larger(self.vocab_size, vocab_size)
 
     def check_ids(self, ids: "np.ndarray[Any, Any]", positions: "np.ndarray[Any, Any]") -> None:
-        """DataError if an id that was read at one of these positions of the file is none of the tokenizer's.
+        """Raise DataError if an id that was read at one of these positions of the file is none of the tokenizer's.
 
-        An embedding that is split over ranks would take it for another rank's, and train on nothing.
+        An embedding that is split over ranks would take the id for another rank's, and train on nothing.
         """
         if ids.size and ids.max() >= self.vocab_size:
             first = int(ids.argmax())
@@ -91,8 +91,8 @@ class TokenFile:
             )
 
     def verify(self) -> None:
-        """Read everything; DataError if it is not what was prepared."""
-        if self.taught is not None and not self.taught_sha256:
+        """Read all files; DataError if they are not the ones that were prepared."""
+        if self.loss_mask is not None and not self.taught_sha256:
             raise DataError(
                 f"{str(self.folder)!r} cannot be compared: an older version prepared it, whose one checksum was of ids "
                 f"and targets together; delete that folder and prepare again, or go on with it unverified"
@@ -107,7 +107,7 @@ class TokenFile:
 
 
 def refuse_larger(num_ids: int, vocab_size: int) -> None:
-    """DataError if a tokenizer has more ids than a model's embedding has rows."""
+    """Raise DataError if a tokenizer has more ids than a model's embedding has rows."""
     if num_ids > vocab_size:
         raise DataError(
             f"the tokenizer has {num_ids} ids, the model's vocab_size={vocab_size}; "
@@ -116,7 +116,7 @@ def refuse_larger(num_ids: int, vocab_size: int) -> None:
 
 
 def _map(path: Path, dtype: npt.DTypeLike, size: int) -> "np.memmap[Any, Any]":
-    """A file of so many numbers; DataError if it has others."""
+    """Map a file of `size` numbers; DataError if it has another size."""
     expected_bytes = size * np.dtype(dtype).itemsize
     found_bytes = path.stat().st_size if path.is_file() else 0
     if found_bytes != expected_bytes:

@@ -1,11 +1,12 @@
-"""What an action of a rank holds, from two dry runs of stages with fewer blocks. No torch.
+"""Memory of each action of a rank, from two dry runs of stages with fewer blocks. No torch.
 
 [Note: blocks that are alike]
-A model's blocks are alike, so that between the first and the last few of a stage each one finds what the one before it
-found, and leaves the same behind: what is held at one moment of an action grows by the same bytes with each further
-block in the stage. The fullest moment does not: another one may become it. So two stages, one with a block more than
-the other, give bytes and growth of each moment, and the highest of what the moments come to is the fullest. Moments of
-blocks in the middle lie between those of the blocks at both ends. Blocks that are recomputed one in N repeat by N.
+The blocks of a model are alike. Between the first and the last few blocks of a stage, each block finds what the one
+before it found, and leaves the same behind. So the bytes that are held at one moment of an action grow by the same
+number with each further block of the stage. The fullest moment itself does not grow so: another moment may become the
+fullest. Therefore two stages are run, and the longer has one block more than the shorter. They give the bytes and the
+growth of each moment, and the fullest moment of the whole stage is the highest sum. Moments of blocks in the middle lie
+between those of the blocks at both ends. Where one block in N is recomputed, N blocks are one repetition.
 """
 
 from collections import defaultdict
@@ -24,58 +25,58 @@ from dtlayout.spec.recompute import Recompute
 
 
 class Held:
-    """What a rank held while it executed an action, beside what was there before."""
+    """Bytes that a rank held while it executed one action, relative to those held before it."""
 
     def __init__(self, before_bytes: int) -> None:
         self.before_bytes = before_bytes
-        """What was there before."""
+        """Bytes held when the action began."""
         self.fullest_bytes = self.left_bytes = 0
-        """The most, also between operators, and when it was over."""
+        """Most bytes held during the action, also between operators; and bytes held when it was over."""
         self.moments = defaultdict[tuple[str, bool, str], list[int]](list)
-        """The module, whether it is recomputed, and the operator → bytes, each time that it runs there."""
+        """(module, whether it is recomputed, operator) → bytes after each run of the operator there."""
 
 
 class ActionMemory:
-    """What a rank held in each action of a step, and last in its update."""
+    """Memory of each action of a rank's step, in order; the last entry is the optimizer's update."""
 
     def __init__(self) -> None:
         self.actions: list[Held] = []
 
     def begin(self, ledger: Ledger) -> None:
-        """An action begins, at which the ledger is marked."""
+        """Start the record of an action; the ledger gets its mark for the action at the same time."""
         self.actions.append(Held(ledger.total_bytes))
 
     def finish(self, ledger: Ledger) -> None:
-        """The step is over."""
+        """Fill in what each action held, once the step is over."""
         ends = [*(held.before_bytes for held in self.actions[1:]), ledger.total_bytes]
         for held, highest, end in zip(self.actions, ledger.highest_by_mark, ends, strict=True):
             held.fullest_bytes, held.left_bytes = highest.nbytes - held.before_bytes, end - held.before_bytes
 
     def note(self, place: Place, operator: str, ledger: Ledger) -> None:
-        """What is held now that an operator has run."""
+        """Note the bytes that are held now, after an operator has run."""
         for held in self.actions[-1:]:
             moment = place.module, place.is_again, operator
             held.moments[moment].append(ledger.total_bytes - held.before_bytes)
 
 
 class ShortenedStages(NamedTuple):
-    """Which blocks two shorter stages leave out."""
+    """Blocks that each of two dry runs with shorter stages leaves out."""
 
     of_shorter: Sequence[int]
     of_longer: Sequence[int]
-    """Fewer by one repetition in each stage of the rank."""
+    """Blocks left out of the longer stages: fewer by one repetition in each stage of the rank."""
     times: int
-    """Repetitions that the shorter one leaves out."""
+    """Repetitions that each of the shorter stages leaves out."""
 
 
-def find_cut(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> ShortenedStages | None:
-    """What to leave out of the stages of `rank`; None where two shorter runs are no less work than the whole one."""
+def shorten_stages(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> ShortenedStages | None:
+    """Blocks to leave out of the stages of `rank`; None where two shorter runs are no less work than one whole run."""
     if len(model.kinds(range(model.num_layers))) > 1:
         return None
     slices = partition(layer_costs(model, batch), layout)
     chunks = [slices[stage].layers for stage in layout.placement.stages_of(coordinate(rank, layout)[PP])]
     period = max(1, Recompute.parse(layout.recompute).every)
-    ends = period + 1  # one that is not like the others, next to what is no block, and one repetition
+    ends = period + 1  # a block at the stage's edge, unlike the others, and one repetition
     times = (min(map(len, chunks)) - 2 * ends) // period
     whole, repetition = sum(map(len, chunks)), len(chunks) * period
     if 2 * (whole - times * repetition) + repetition >= whole:
@@ -92,13 +93,16 @@ class Added(NamedTuple):
     """Bytes relative to those held before an action."""
 
     fullest: int
-    """At its fullest."""
+    """Most bytes held during the action."""
     left: int
-    """When it is over."""
+    """Bytes held when the action is over."""
 
 
 def add_blocks(shorter: Held, longer: Held, times: int) -> Added:
-    """An action with `times` repetitions more than in `shorter`, of which `longer` has one: see the note above."""
+    """Memory of an action whose stages have `times` repetitions more than those of `shorter`.
+
+    `longer` has one repetition more than `shorter`, see [Note: blocks that are alike].
+    """
     pairs = chain([(shorter.fullest_bytes, longer.fullest_bytes)], _align(shorter, longer))
     return Added(
         fullest=max(_extend(few, more, times) for few, more in pairs),
@@ -111,7 +115,7 @@ def _extend(few: int, more: int, times: int) -> int:
 
 
 def _align(shorter: Held, longer: Held) -> Iterator[tuple[int, int]]:
-    """The same moment in both; what runs once for each parameter counts where it is highest."""
+    """Bytes of the same moment in both runs; an operator that runs once for each parameter counts at its highest."""
     for key, few in shorter.moments.items():
         more = longer.moments[key]
         yield from zip(few, more, strict=True) if len(few) == len(more) else [(max(few), max(more))]

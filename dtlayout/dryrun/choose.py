@@ -1,4 +1,4 @@
-"""What a dry run executes of a config, and as which ranks. No torch."""
+"""Choice of the kernels that a dry run of a config executes, and of the ranks that it runs. No torch."""
 
 from dataclasses import replace
 
@@ -14,12 +14,12 @@ from dtlayout.spec.layout import Layout
 
 
 def has_stand_in(kernel: Kernel) -> bool:
-    """Whether an operator of the CPU keeps what it keeps on CUDA: dryrun/operators.py."""
+    """Whether an operator of the CPU keeps the same tensors as this kernel does on CUDA: dryrun/operators.py."""
     return isinstance(kernel, AttentionKernel) and not kernel.holds_scores
 
 
 def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
-    """The kernels that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
+    """Kernels that a dry run executes, and sentences about what it leaves out; InvalidConfig for what it cannot do."""
     kernels, notes = predicted_kernels(config, layout, gpu), []
     problems = [
         f"kernels.{kernel.operation}={kernel.name} runs on CUDA alone, and a dry run executes it on no GPU; "
@@ -43,20 +43,20 @@ def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, l
 
 
 def default_ranks(layout: Layout, estimate: Estimate) -> list[int]:
-    """The first rank, the last, and the first of the stage that is predicted to hold most."""
+    """The first rank, the last one, and the first one of the stage that is predicted to hold most."""
     per_stage = layout.world_size // layout.pp
     return sorted({0, estimate.busiest_rank * per_stage, layout.world_size - 1})
 
 
 _MAY_BE_FULLEST = 0.75
-"""Share of the highest predicted peak from which on a rank's may be the highest. The worst formulas of random layouts
-(benchmarks/peaks.md), one too high and one too low, are not that far apart."""
+"""Share of the highest predicted peak. A rank that is predicted below it never has the highest peak: the worst formulas
+of random layouts (benchmarks/peaks.md), one too high and one too low, are closer together than that."""
 
 
 def fullest_ranks(layout: Layout, estimate: Estimate) -> list[int]:
-    """The ranks of which one holds most: the first of a stage has the largest shard of everything that is uneven.
+    """First ranks of a few stages, of which one has the highest peak: uneven shards are largest on the first rank.
 
-    Of the stages the one that is predicted to hold most, and the first and the last if they may.
+    The stages are the one that is predicted to hold most, and the first and the last stage where they may hold more.
     """
     per_stage = layout.world_size // layout.pp
     ends = {rank for rank in (0, layout.pp - 1) if estimate.memory[rank].total >= _MAY_BE_FULLEST * estimate.peak_bytes}

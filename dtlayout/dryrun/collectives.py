@@ -1,9 +1,9 @@
-"""Which collectives were really issued: name, group, message size.
+"""Collectives that a rank really issued: name, group, message size.
 
 Both ways into torch.distributed are seen: the `c10d` operators (`dist.all_reduce`, FSDP2, pipeline sends) and the
-functional ones (`_c10d_functional`, DTensor). The message size is that of nccl-tests: the larger of what goes
-into the collective and what comes out of it on this rank, so that of an all-gather is the gathered tensor and that of a
-reduce-scatter the tensor before it is scattered.
+functional ones (`_c10d_functional`, DTensor). The message size is defined as in nccl-tests: the larger of input and
+output of the collective on this rank. For an all-gather that is the gathered tensor, for a reduce-scatter the tensor
+before it is scattered.
 """
 
 import re
@@ -26,24 +26,24 @@ _NAMES = {
     "recv": r"i?recv.*",
     "barrier": r".*barrier",
 }
-"""Collective → what its operators are called without their underscores; others keep the operator's name."""
+"""Collective → pattern of its operators' names without underscores at the ends; others keep the operator's name."""
 _NO_COLLECTIVES = {"wait_tensor", "wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call as this rank issued it."""
+    """One call of a collective, as this rank issued it."""
 
     name: str
     """all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send, recv, barrier, …"""
     ranks: tuple[int, ...]
-    """The group's global ranks; empty if they cannot be told."""
+    """Global ranks of the group; empty if they cannot be told."""
     nbytes: int
-    """The larger of input and output; 0 for a barrier."""
+    """Bytes of the larger of input and output; 0 for a barrier."""
 
 
 def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
-    """What an operator on plain tensors sends; None if it is no collective."""
+    """The collective that an operator on plain tensors issues; None if the operator is no collective."""
     operator = func.name().split("::")[1].split(".")[0].strip("_")
     if func.namespace not in COLLECTIVE_NAMESPACES or operator in _NO_COLLECTIVES:
         return None

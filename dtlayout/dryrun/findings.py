@@ -9,7 +9,7 @@ from dtlayout.costmodel.fsdp2.memory import estimate_curve
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.dryrun.report import RankReport
-from dtlayout.dryrun.roofline import price
+from dtlayout.dryrun.roofline import roofline_time
 from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.mesh.axes import PP
 from dtlayout.planner.prediction import to_predicted
@@ -45,7 +45,7 @@ class Findings:
     @cached_property
     def time(self) -> TimeEstimate | None:
         """The step priced from the reports; None where they do not tell."""
-        return price(self.scenario, self.layout, self.estimate.kernels, self.reports)
+        return roofline_time(self.scenario, self.layout, self.estimate.kernels, self.reports)
 
     def predicted(self, report: RankReport) -> MemoryEstimate:
         """The cost model's memory of a rank."""

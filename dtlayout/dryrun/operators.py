@@ -1,10 +1,10 @@
-"""What operators hold on the device that is not there: a dry run computes nothing, but its operators are the CPU's.
+"""Stand-ins for CUDA's operators: a dry run runs the CPU's operators, and these keep the memory that CUDA's keep.
 
 [Note: operators that stand in for CUDA's]
-A dry run's tensors say that they lie on the CPU, since fake ones cannot be put on a device that torch does not see.
-There an RMSNorm is made of several operators and each flash backend but one is refused. In their place come the CPU's
-flash attention, which keeps the same results (q, k, v, the output and one fp32 number a row), and a norm that keeps
-its input and one number a row, as CUDA's kernels do.
+A dry run's tensors say that they lie on the CPU, since fake ones cannot be put on a device that torch does not see. On
+the CPU an RMSNorm consists of several operators, and each flash backend but one is refused. Two stand-ins replace them.
+The CPU's flash attention keeps the same tensors (q, k, v, the output and one fp32 number a row). A norm of our own
+keeps its input and one number a row, as CUDA's kernels do.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from dtlayout.spec.kernel_table import AttentionKernel, Kernel, NormKernel, list
 
 
 def list_stand_ins(device_type: str) -> list[Kernel]:
-    """Kernels that are executed in the place of those of their names: [Note: operators that stand in for CUDA's]."""
+    """Kernels that run in place of the kernels of the same names: [Note: operators that stand in for CUDA's]."""
     if device_type == "cpu":
         return []
     flash = [kernel for kernel in list_kernels(AttentionKernel) if has_stand_in(kernel)]
@@ -32,7 +32,7 @@ def list_stand_ins(device_type: str) -> list[Kernel]:
 
 
 class _OneKernelNorm(torch.autograd.Function):
-    """The memory and the traffic of an RMSNorm in one kernel; its numbers are never looked at."""
+    """RMSNorm with the memory and the traffic of one kernel; nobody looks at its numbers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +47,7 @@ class _OneKernelNorm(torch.autograd.Function):
 
 
 class GlooCopies(TorchDispatchMode):
-    """A reduce-scatter of gloo copies what goes into it; the fake group's does not. Enter it after whatever counts."""
+    """Copies the input of each reduce-scatter, as gloo does and the fake group does not. Enter it after counters."""
 
     supports_higher_order_operators = True
 

@@ -1,11 +1,11 @@
-"""A step of one rank of a cluster that is not there, by the code that trains, and what it held, sent and computed.
+"""A step of one rank of a simulated cluster, by the code that trains: the memory that it held, its messages and work.
 
 [Note: what is real]
 Modules, plan, FSDP2, schedule, runtime and optimizer are those of a run: `assemble` builds and `TrainStep` steps them.
-Not real are the process group, which sends nothing, and the tensors, which have no memory, so that nobody can look at
-a number. torch keeps groups and caches for a whole process, so each rank takes a process of its own.
+Not real are the process group, which sends nothing, and the tensors, which have no memory, so that nobody can look at a
+number. torch keeps groups and caches for a whole process, so each rank takes a process of its own.
 
-Long steps are run with fewer microbatches, [Note: folding] in dryrun/sampled_schedule.py. Where the peak alone is asked
+Long steps are run with fewer microbatches, [Note: folding] in dryrun/sampled_schedule.py. Where only the peak is asked
 for, they are run with fewer actions and blocks too.
 """
 
@@ -42,7 +42,7 @@ from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
 
 _DEVICE = "cpu"
-"""What fake tensors say of themselves."""
+"""Device that fake tensors say they lie on."""
 
 
 def dry_run(
@@ -57,15 +57,16 @@ def dry_run(
     folds: bool = True,
     schedule: Schedule | None = None,
     left_out: Container[int] = (),
-    heights: ActionMemory | None = None,
+    action_memory: ActionMemory | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> RankReport:
-    """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
+    """Report of one later step of `rank`, or of the first `num_steps` of a run where that is above 0.
 
-    `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
-    others. `schedule`, by default the layout's own, may lack actions, and `left_out` names blocks that are not built.
-    `heights` get what each action holds, and nothing is counted then. `on_progress` gets the share of the actions that
-    were begun. Takes the process: see [Note: what is real].
+    A later step is one after the optimizer's first. The layout must be legal, and `kernels` have no "auto". Operators
+    keep what they keep on `device_type`. With `folds`, microbatches that repeat others are left out. `schedule`, by
+    default the layout's own, may lack actions, and `left_out` names blocks that are not built. With `action_memory`, it
+    gets the memory of each action, and no work or messages are counted. `on_progress` gets the share of the actions
+    that have begun. Run it in a process of its own: [Note: what is real].
     """
     batch = fold(layout, config.batch) if folds else config.batch
     stand_ins = kernels_replaced(*list_stand_ins(device_type))
@@ -82,7 +83,7 @@ def dry_run(
         )  # fmt: skip
         num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
-            observer = _Observer(config, layout, assembly, heights, lambda done: on_progress(done / num_actions))
+            observer = _Observer(config, layout, assembly, action_memory, lambda done: on_progress(done / num_actions))
             if num_steps == 0:
                 observer.prime()
             rows = config.batch.global_batch // layout.dp
@@ -91,20 +92,20 @@ def dry_run(
             rows = batch.global_batch // layout.dp
             copies = GlooCopies() if device_type == "cpu" else nullcontext()
             for _ in range(max(1, num_steps)):
-                observer.watch(tokens[:rows], targets[:rows], copies)
+                observer.take_step(tokens[:rows], targets[:rows], copies)
     return observer.report(rank, gpus_per_node)
 
 
 class _Observer:
-    """All that is measured of a rank's steps."""
+    """Measures the steps of a rank: memory, work and messages."""
 
     def __init__(
-        self, config: Config, layout: Layout, assembly: Assembly, heights: ActionMemory | None,
+        self, config: Config, layout: Layout, assembly: Assembly, action_memory: ActionMemory | None,
         on_action: Callable[[int], None],
     ):  # fmt: skip
-        """`on_action` gets the number of actions that were begun."""
+        """`on_action` gets the number of actions that have begun so far."""
         self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
-        self.heights = heights
+        self.action_memory = action_memory
         self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
@@ -121,7 +122,7 @@ class _Observer:
         self.module_at_peak = self.action_at_peak = ""
 
     def prime(self) -> None:
-        """Leave what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
+        """Make what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
         for module in self.assembly.modules:
             for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
                 unit.unshard()
@@ -131,17 +132,17 @@ class _Observer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def watch(self, tokens: Tensor, targets: Tensor, operators: AbstractContextManager[Any]) -> None:
-        """Take one step in a context that exchanges operators."""
+    def take_step(self, tokens: Tensor, targets: Tensor, operators: AbstractContextManager[Any]) -> None:
+        """Take one step inside `operators`, a context that replaces some operators."""
         self.work, self.sent = WorkCounter(self._locate), Counter[tuple[Place, Collective]]()
         with self.places, self.tracker, operators:
             self.step.launch(tokens, targets)
-            if self.heights is not None:
-                self.heights.finish(self.tracker.ledger)
+            if self.action_memory is not None:
+                self.action_memory.finish(self.tracker.ledger)
         self.curve += self.tracker.ledger.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
-        """What was held in all steps, and what the last one sent and computed."""
+        """Report of the memory of all steps, and of the work and messages of the last step."""
         axes = name_groups(rank, self.layout)
         done = [Done(place, operation, count) for (place, operation), count in self.work.counts.items()]
         for (place, event), count in self.sent.items():
@@ -162,13 +163,13 @@ class _Observer:
         )
 
     def _locate(self) -> Place:
-        """The place of what is executed now."""
+        """Place (action, module, recomputed or not) of the operator that runs now."""
         is_backward = self.action is not None and self.action.kind is Kind.BACKWARD
         return Place(self.action, self.places.module, is_backward and self.places.is_forward)
 
     def _observe(self, *operator: Any) -> None:
-        if self.heights is not None:
-            self.heights.note(self._locate(), str(operator[0]), self.tracker.ledger)
+        if self.action_memory is not None:
+            self.action_memory.note(self._locate(), str(operator[0]), self.tracker.ledger)
             return
         self.work.observe(*operator)
         event = observe_collective(*operator)
@@ -180,8 +181,8 @@ class _Observer:
         self.num_begun += action is not None
         self.on_action(self.num_begun)
         ledger = self.tracker.ledger
-        if self.heights is not None:
-            self.heights.begin(ledger)
+        if self.action_memory is not None:
+            self.action_memory.begin(ledger)
         ledger.mark(str(action or UPDATE))
 
     def _note_peak(self) -> None:
@@ -189,7 +190,7 @@ class _Observer:
 
 
 def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:
-    """The axes of each group that a rank can talk in, by the group's ranks.
+    """Ranks of each group that a rank can talk in → names of the group's axes, or "all".
 
     >>> name_groups(1, Layout(pp=2, tp=2))
     {(0, 1): 'tp', (1, 3): 'pp', (0, 1, 2, 3): 'all'}

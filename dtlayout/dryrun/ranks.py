@@ -15,7 +15,7 @@ from dtlayout.base.interpreter import elsewhere
 from dtlayout.config.config import Config
 from dtlayout.dryrun.blocks import ActionMemory
 from dtlayout.dryrun.report import RankReport
-from dtlayout.dryrun.sampled_schedule import find_excerpt, put_together
+from dtlayout.dryrun.sampled_schedule import peak_of_step, sample_schedule
 from dtlayout.models.families import FAMILIES, Family, find_family, register_family
 from dtlayout.schedules.schedules import SCHEDULES, PipelineSchedule, find_schedule, register_schedule
 from dtlayout.spec.kernel_table import Kernel, kernels_replaced
@@ -23,11 +23,11 @@ from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
 _LOOK_EVERY_S = 0.5
-"""Between two looks at how far the processes are."""
+"""Seconds between two looks at the progress of the processes."""
 
 
 class Subject(NamedTuple):
-    """What is run dry, and as which rank."""
+    """A config with layout and kernels, and the rank to run dry."""
 
     config: Config
     layout: Layout
@@ -44,9 +44,9 @@ def dry_run_ranks(
     on_progress: Callable[[float], None] = lambda share: None,
     **options: Any,
 ) -> Iterator[RankReport]:
-    """The report of each of `ranks` as it comes; the options are those of `dry_run`.
+    """Report of each of `ranks` as soon as it is there; `options` go to `dry_run`.
 
-    `on_progress` gets the share of all work that is done, again and again while somebody waits for the next report.
+    `on_progress` gets the share of all work that is done, again and again while the caller waits for the next report.
     """
     tasks = [(Subject(config, layout, kernels, rank), options) for rank in ranks]
     for _, (report, _) in _run_all(tasks, on_progress):
@@ -56,11 +56,10 @@ def dry_run_ranks(
 def find_peaks(
     subjects: Sequence[Subject], *, on_progress: Callable[[float], None] = lambda share: None, **options: Any
 ) -> Iterator[tuple[Subject, int]]:
-    """Peak bytes of each subject, in the order in which they are known, by the sampled runs of sampled_schedule.py.
+    """Peak bytes of each subject, in the order in which they become known: less work than `dry_run_ranks`.
 
-    Less work than `dry_run_ranks`.
-
-    `on_progress` begins anew where some have to be run with all of their actions.
+    Only a part of each step is run, see sampled_schedule.py. `on_progress` starts again from 0 where some subjects have
+    to be run with all of their actions.
     """
     left = list(subjects)
     for leaves_out in (True, False):
@@ -76,27 +75,29 @@ def find_peaks(
 def _find_peaks(
     subjects: Sequence[Subject], on_progress: Callable[[float], None], options: dict[str, Any], *, leaves_out: bool
 ) -> Iterator[tuple[Subject, int | None]]:
-    """None for those whose excerpts do not say it."""
-    excerpts = [find_excerpt(s.config.model, s.config.batch, s.layout, s.rank, leaves_out=leaves_out) for s in subjects]
+    """Peak bytes of each subject from a sampled schedule; None where that does not tell the peak."""
+    samples = [
+        sample_schedule(s.config.model, s.config.batch, s.layout, s.rank, leaves_out=leaves_out) for s in subjects
+    ]
     tasks: list[tuple[Subject, dict[str, Any]]] = []
     owners: list[int] = []
-    for place, (subject, excerpt) in enumerate(zip(subjects, excerpts, strict=True)):
-        tasks += [(subject, options | case) for case in excerpt.cases]
-        owners += [place] * len(excerpt.cases)
+    for place, (subject, sample) in enumerate(zip(subjects, samples, strict=True)):
+        tasks += [(subject, options | case) for case in sample.cases]
+        owners += [place] * len(sample.cases)
     found = defaultdict[int, dict[int, ActionMemory]](dict)
-    for task, (_, heights) in _run_all(tasks, on_progress):
+    for task, (_, action_memory) in _run_all(tasks, on_progress):
         place = owners[task]
-        assert heights is not None, "they were asked for"
-        found[place][task] = heights
+        assert action_memory is not None, "they were asked for"
+        found[place][task] = action_memory
         if len(found[place]) == owners.count(place):
-            yield subjects[place], put_together(excerpts[place], [found[place][task] for task in sorted(found[place])])
+            yield subjects[place], peak_of_step(samples[place], [found[place][task] for task in sorted(found[place])])
 
 
 def _run_all(
     tasks: Sequence[tuple[Subject, dict[str, Any]]], on_progress: Callable[[float], None]
 ) -> Iterator[tuple[int, tuple[RankReport, ActionMemory | None]]]:
-    """The place of each task and what was found, as it comes."""
-    processes = multiprocessing.get_context("forkserver")  # each has torch already, and no thread of this one
+    """Index of each task with the report and memory that it found, as each finishes."""
+    processes = multiprocessing.get_context("forkserver")  # workers have torch already, and no thread of this process
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
     with elsewhere():
         forkserver.ensure_running()
@@ -123,16 +124,16 @@ def _run_all(
 
 
 _ONE_TASK_EACH: dict[str, Any] = {"max_tasks_per_child": 1} if sys.version_info >= (3, 11) else {}
-"""A process a rank, where Python can do so: what a dry run leaves in memory goes with it."""
+"""One process for each rank, where Python can do so: what a dry run leaves in memory ends with its process."""
 _shares: MutableSequence[float] = []
-"""In a process of the pool: how far each of the tasks is."""
+"""In a process of the pool: progress of each task, from 0 to 1, shared with the parent."""
 
 
 def _begin(shares: MutableSequence[float], schedules: dict[str, PipelineSchedule], families: dict[str, Family]) -> None:
-    """What a process of the pool takes over: where to note how far it is, and what is not shipped."""
+    """Set up a process of the pool: where it notes its progress, and schedules and families that plugins registered."""
     global _shares
     _shares = shares
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for all; without a traceback of each
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, without a traceback of each
     for schedule in schedules.values():
         if schedule.name not in SCHEDULES:
             register_schedule(schedule)
@@ -144,12 +145,12 @@ def _begin(shares: MutableSequence[float], schedules: dict[str, PipelineSchedule
 def _dry_run(
     place: int, records: list[Kernel], subject: Subject, options: dict[str, Any]
 ) -> tuple[RankReport, ActionMemory | None]:
-    """`records` come along, since one may be registered in the process that asks."""
-    from dtlayout.dryrun.rank import dry_run  # not where the reports are read, which needs no torch
+    """Run one task in a process of the pool; `records` are kernels that may be registered in the parent alone."""
+    from dtlayout.dryrun.rank import dry_run  # only here, since reading reports needs no torch
 
     def note_progress(share: float) -> None:
         _shares[place] = share
 
     gc.freeze()  # torch's own objects are a million, which every collection would look through
     with kernels_replaced(*records):
-        return dry_run(*subject, on_progress=note_progress, **options), options.get("heights")
+        return dry_run(*subject, on_progress=note_progress, **options), options.get("action_memory")

@@ -1,7 +1,7 @@
-"""A second estimate of the step, from what dry runs did: each operator and message priced with the cluster's constants.
+"""A second estimate of the step, from dry runs: a time for each operator and message by the cluster's constants.
 
-With the cost model it shares the constants, and how a pipeline is played. What is computed, moved and sent it has from
-the dry runs, where the cost model has formulas. Stages that nobody ran are taken to be like the first one with blocks,
+It shares with the cost model the constants and the playing of the pipeline. Work, traffic and messages come from the
+dry runs, where the cost model has formulas. Stages that nobody ran are taken to be like the first one with blocks,
 block by block. No torch.
 """
 
@@ -25,11 +25,13 @@ from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
 
-def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
-    """The step of the busiest rank of those that were run.
+def roofline_time(
+    scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]
+) -> TimeEstimate | None:
+    """Time of the step on the busiest of the ranks that were run.
 
-    None unless both ends of the pipeline and some block were run, and with offload, of which operators do not say what
-    hides it.
+    None unless both ends of the pipeline and some block were run. None with offload, since operators do not tell what
+    hides its copies.
     """
     if layout.offload != "none":
         return None
@@ -57,22 +59,21 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     ]
     return estimator.step(
         layout, m, work,
-        {rank: (contention * priced.dp_s, contention * priced.optimizer_s) for rank, priced in ranks.items()},
+        {rank: (contention * own.dp_s, contention * own.optimizer_s) for rank, own in ranks.items()},
         delay_s=max(rank.message_s for rank in ranks.values()),
         peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
     )  # fmt: skip
 
 
 _Seconds = defaultdict[tuple[str, bool, Kind], float]
-"""What they are spent on (compute, recompute, tp), whether by the embedding, and the direction → seconds of one
-microbatch."""
+"""(purpose: compute, recompute or tp; whether of the embedding; kind of action) → seconds of one microbatch."""
 _BETWEEN_STAGES = ("send", "recv")
 _ATTENTION = ATTEND.rpartition(".")[0]
-"""The module in which cp's ranks attend to each other; other messages over cp are of parameters and gradients."""
+"""Module in which cp's ranks attend to each other; other messages over cp carry parameters and gradients."""
 
 
 class _Rank:
-    """What one rank did, in seconds."""
+    """Seconds of one rank, by stage and purpose."""
 
     def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, report: RankReport):
         self.scenario, self.layout, self.kernels = scenario, layout, kernels
@@ -81,20 +82,20 @@ class _Rank:
         self.dp_s = self.optimizer_s = self.message_s = 0.0
         alone = replace(layout, tp_overlap=False)
         self.tp_exposed = sum(block_tp_s(scenario, layout)) / (sum(block_tp_s(scenario, alone)) or 1.0)
-        """Share of tp's messages that matmuls do not hide, the cost model's."""
+        """Share of tp's messages that matmuls do not hide, as the cost model says."""
         hidden_by = attention_s(scenario, layout, kernels)
         self.ring_exposed = sum(block_cp_s(scenario, layout, *hidden_by)) / (
             sum(block_cp_s(scenario, layout, 0.0, 0.0)) or 1.0
         )
-        """Share of what cp's ring sends that attention does not hide, the cost model's."""
+        """Share of the messages of cp's ring that attention does not hide, as the cost model says."""
         computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
         m = report.num_microbatches
         for done in report.done:
-            spent, seconds = self._price(done)
+            spent, seconds = self._place_seconds(done)
             action = done.place.action
             repeats = report.repeats(action)
             if action is None and isinstance(done.what, Message):
-                # Of two stages that exchange a tied gradient each waits for what comes.
+                # Of two stages that exchange a tied gradient, each waits for the gradient of the other.
                 self.dp_s += 0.0 if done.what.name == "send" else seconds
             elif action is None:
                 self.optimizer_s += seconds
@@ -109,17 +110,17 @@ class _Rank:
         hidden = hidden_share(scenario)
         self.dp_s += sum(max(0.0, seconds - hidden * computing[action]) for action, seconds in sending.items())
 
-    def _price(self, done: Done) -> tuple[str, float]:
-        """What it is spent on, and the seconds of all of it."""
+    def _place_seconds(self, done: Done) -> tuple[str, float]:
+        """Purpose of work or a message (compute, recompute, tp, pp or dp), and seconds of all its repetitions."""
         what = done.what
         if isinstance(what, Message):
             waits = what.axis == TP or (what.axis == CP and done.place.module.endswith(_ATTENTION))
             spent = PP if what.name in _BETWEEN_STAGES else TP if waits else "dp"
-            return spent, done.count * self._price_message(what)
+            return spent, done.count * self._message_s(what)
         spent = "recompute" if done.place.is_again else "compute"
         return spent, done.count * operation_s(self.scenario, self.kernels, what)
 
-    def _price_message(self, message: Message) -> float:
+    def _message_s(self, message: Message) -> float:
         scenario, layout = self.scenario, self.layout
         if message.name in _BETWEEN_STAGES:
             return message_s(scenario, layout, message.nbytes)
@@ -138,7 +139,7 @@ class _Rank:
 
 
 def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, is_on_host: bool) -> StageWork:
-    """A GPU waits for what the host needs longer; a CPU, which is its own host, does one after the other."""
+    """Work of a stage. A GPU waits only for as long as the host is slower; a CPU does both in turn."""
 
     def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:
         return sum(value for (name, _, kind), value in seconds.items() if name in names and kind in kinds)

@@ -1,18 +1,19 @@
-"""The peak of a rank from dry runs of an excerpt of its step: fewer actions, of stages with fewer blocks. No torch.
+"""The peak of a rank from dry runs of a part of its step: fewer actions, and stages with fewer blocks. No torch.
 
 [Note: folding]
 Microbatches repeat each other. A rank has as many in flight as its schedule lets it, at most one for each pipeline rank
-and chunk; once all of those, one more and the last have passed, another one in the middle changes no peak, and sends
-and computes what its neighbour does. So a long step is run with fewer microbatches, and what the middle one sent and
-computed counts for all that were left out. GPipe has them all in flight, and is not folded.
+and chunk. Once all of those, one more and the last have passed, another one in the middle changes no peak: it sends and
+computes what its neighbour does. So a long step is run with fewer microbatches, and the middle one counts for all that
+were left out, in what is sent and computed. GPipe has all microbatches in flight, and is not folded.
 
 [Note: actions that are alike]
-What an action adds to what a rank holds depends on its stage, on whether that does it for the first or the last time,
-and on what the rank did just before (`fsdp2_steps.Step`), to the byte; so do messages, of which the first ones stay
-under way. So a few of a step's microbatches, on a few of the rank's stages, have all kinds of actions that it has. They
-are executed, in the step's order, and the step is put together: each of its actions adds what the one of its kind has
-added. That needs the update of all stages to be lower than the rest, which the update of a few, times as many as there
-are stages, says. Where it may not be, or two actions of a kind differ after all, all are executed.
+The bytes that an action adds depend on its stage, on whether it is the first or the last of its stage, and on what the
+rank did just before (`Step` in costmodel/fsdp2/steps.py), to the byte. The same holds for messages, of which the first
+few stay under way. So a few microbatches, on a few of the rank's stages, have an action of each kind that the whole
+step has. Only these are executed, in the step's order. Then the memory of the whole step is put together: each of its
+actions adds the bytes that the executed action of its kind has added. This needs a peak before the update: the update
+of all stages must hold less. It is estimated from the update of the executed stages, scaled to the number of all
+stages. Where it may hold more, or two actions of one kind differ after all, all actions are executed.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.fsdp2.steps import follow_steps
-from dtlayout.dryrun.blocks import ActionMemory, ShortenedStages, add_blocks, find_cut
+from dtlayout.dryrun.blocks import ActionMemory, ShortenedStages, add_blocks, shorten_stages
 from dtlayout.measure.ledger import UPDATE
 from dtlayout.mesh.axes import PP, coordinate
 from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
@@ -36,41 +37,47 @@ from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
 
 
-class Excerpt(NamedTuple):
-    """What is run of a step, and what that stands for."""
+class SampledSchedule(NamedTuple):
+    """A part of a rank's step that is executed, and the kinds of actions by which it stands for the whole step."""
 
     schedule: Schedule
-    """The whole step's, but for the rank's actions that are left out."""
-    cut: ShortenedStages | None
-    """Blocks that two runs leave out; None for a single run with all of them."""
+    """The schedule of the whole step, without the actions of this rank that are left out."""
+    shortened: ShortenedStages | None
+    """Blocks that each of two runs leaves out; None for a single run with all blocks."""
     kinds: tuple[Hashable, ...]
-    """What each action that is run is like, and last the update."""
+    """Kind of each action that is executed, in order, and last of the update; equal kinds add equal bytes."""
     of_whole: tuple[Hashable, ...]
-    """As `kinds`, of the whole step."""
+    """Kind of each action of the whole step, in order, and last of the update."""
     share: float
-    """The part of the rank's stages that have an action in the excerpt: the update has no gradients of the others."""
+    """Share of the rank's stages that have an action in the sample; the update has no gradients of the other stages."""
 
     @property
     def cases(self) -> list[dict[str, Any]]:
-        """What `dry_run` is told in each of the runs, beside what all of them have."""
-        left_out = [self.cut.of_shorter, self.cut.of_longer] if self.cut else [()]
-        return [{"schedule": self.schedule, "left_out": each, "heights": ActionMemory()} for each in left_out]
+        """Arguments of `dry_run` that differ between the runs, one dictionary for each run."""
+        left_out = [self.shortened.of_shorter, self.shortened.of_longer] if self.shortened else [()]
+        return [{"schedule": self.schedule, "left_out": each, "action_memory": ActionMemory()} for each in left_out]
 
 
 def fold(layout: Layout, batch: Batch) -> Batch:
-    """The batch with no more microbatches than show all that happens: [Note: folding]."""
+    """The batch with the fewest microbatches that show everything that happens in a step: [Note: folding]."""
     m = layout.num_microbatches(batch)
     enough = find_schedule(layout.schedule).shorten(layout.pp, layout.virtual_stages, m)
     return replace(batch, global_batch=enough * layout.micro_batch * layout.dp)
 
 
-def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int, *, leaves_out: bool = True) -> Excerpt:
-    """A few actions of a step of `rank` of all kinds that it has, and of no other; or all, and fewer blocks alone."""
+def sample_schedule(
+    model: ModelShape, batch: Batch, layout: Layout, rank: int, *, leaves_out: bool = True
+) -> SampledSchedule:
+    """A few actions of a step of `rank`, with every kind of action that the whole step has.
+
+    The step has the batch of `fold`. Where `leaves_out` is False all of its actions are kept, and only blocks are left
+    out.
+    """
     pp_rank, placement = coordinate(rank, layout)[PP], layout.placement
     schedule = make_schedule(layout, fold(layout, batch))
     stages = _find_alike(model, batch, layout, pp_rank)
     own = placement.stages_of(pp_rank)
-    is_linked = any(stage + 1 in own for stage in own)  # one hands on to the next, and both do a microbatch or neither
+    is_linked = any(stage + 1 in own for stage in own)  # they do the same microbatches
 
     def part_of(action: Action) -> tuple[int, int]:
         return 0 if is_linked else action.stage, action.microbatch
@@ -89,36 +96,36 @@ def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int, *, 
     parts = sorted(set(map(part_of, whole)), reverse=True)
     actions = leave(_leave_out(parts, has_same) if leaves_out else parts)
     ranks = [tuple(actions) if i == pp_rank else each for i, each in enumerate(schedule.ranks)]
-    return Excerpt(
+    return SampledSchedule(
         replace(schedule, ranks=tuple(ranks)),
-        find_cut(model, batch, layout, rank),
+        shorten_stages(model, batch, layout, rank),
         tuple(_list_kinds(actions, layout, stages)),
         of_whole,
         len({action.stage for action in actions}) / len(own),
     )
 
 
-def put_together(excerpt: Excerpt, runs: Sequence[ActionMemory]) -> int | None:
-    """The peak of the whole step; None where all of its actions have to be run: see the note above."""
-    few, more, times = runs[0].actions, runs[-1].actions, excerpt.cut.times if excerpt.cut else 0
+def peak_of_step(sample: SampledSchedule, runs: Sequence[ActionMemory]) -> int | None:
+    """Peak bytes of the whole step; None where all actions have to be executed: [Note: actions that are alike]."""
+    few, more, times = runs[0].actions, runs[-1].actions, sample.shortened.times if sample.shortened else 0
     executed = [add_blocks(*both, times) for both in zip(few, more, strict=True)]
     *actions, update = executed
-    if len(excerpt.kinds) < len(excerpt.of_whole):
-        added = dict(zip(excerpt.kinds, executed, strict=True))
-        if any(added[kind] != each for kind, each in zip(excerpt.kinds, executed, strict=True)):
+    if len(sample.kinds) < len(sample.of_whole):
+        added = dict(zip(sample.kinds, executed, strict=True))
+        if any(added[kind] != each for kind, each in zip(sample.kinds, executed, strict=True)):
             return None
-        *actions, update = [added[kind] for kind in excerpt.of_whole]
+        *actions, update = [added[kind] for kind in sample.of_whole]
     start = few[0].before_bytes + times * (more[0].before_bytes - few[0].before_bytes)
     *before, last = accumulate((each.left for each in actions), initial=start)
     highest = max(held + each.fullest for held, each in zip(before, actions, strict=True))
     updated = last + update.fullest
-    if excerpt.share < 1 and last + update.fullest / excerpt.share >= highest:
+    if sample.share < 1 and last + update.fullest / sample.share >= highest:
         return None
     return max(highest, updated)
 
 
 def _find_alike(model: ModelShape, batch: Batch, layout: Layout, pp_rank: int) -> list[Hashable]:
-    """For each stage of a rank what it has in common with those that do the same."""
+    """For each stage of a rank a value that is equal for stages that do the same."""
     recompute = Recompute.parse(layout.recompute)
 
     def find_class(stage: StageSlice) -> Hashable:
@@ -128,7 +135,7 @@ def _find_alike(model: ModelShape, batch: Batch, layout: Layout, pp_rank: int) -
 
 
 def _list_kinds(actions: Sequence[Action], layout: Layout, stages: Sequence[Hashable]) -> Iterator[Hashable]:
-    """What each action of a rank is like, and last the update; `stages` says which of the rank's are alike."""
+    """Kind of each action of a rank, and last of the update; `stages` has equal values for stages that are alike."""
     placement, num_sent, has_reduced = layout.placement, Counter[int](), False
     works = [action for action in actions if action.kind in COMPUTE]
     steps = follow_steps(works, placement, offloads=layout.offloads_activations)
@@ -137,7 +144,7 @@ def _list_kinds(actions: Sequence[Action], layout: Layout, stages: Sequence[Hash
         if action.kind in COMPUTE:
             _, step, _ = next(steps)
             before = step.reduced and (stages[step.reduced.chunk], *step.reduced[1:])
-            # A stage's first forward lets go of what another's backward has left.
+            # A stage's first forward frees what another stage's backward has left.
             yield stage, step._replace(chunk=0, reduced=None), before, has_reduced and step.is_first
             has_reduced = has_reduced or action.kind in RELEASE
         elif action.kind in SEND.values():
@@ -152,7 +159,7 @@ def _list_kinds(actions: Sequence[Action], layout: Layout, stages: Sequence[Hash
 def _leave_out(
     parts: list[tuple[int, int]], is_enough: Callable[[Iterable[tuple[int, int]]], bool]
 ) -> list[tuple[int, int]]:  # fmt: skip
-    """What is left when as many as can be have gone, many neighbours at a time first (delta debugging)."""
+    """The parts that remain when as many as possible are removed, many neighbours at first (delta debugging)."""
     size = len(parts) // 2
     while size:
         place = 0

@@ -1,4 +1,4 @@
-"""A cluster that is not there: this process as any rank of any number of them, with tensors that have no memory."""
+"""A simulated cluster: this process acts as any rank of any number of ranks, with tensors that have no memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, torch.distributed believes that this is one of so many ranks; what is received is whatever was there."""
+    """Inside, torch.distributed believes that this is one of `world_size` ranks; receives leave buffers as they are."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -26,16 +26,16 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @register_op_impl(torch.ops._c10d_functional.wait_tensor.default)
 def _wait_for_fake(mode: FakeTensorMode, operator: Any, tensor: Tensor) -> Tensor:
-    """What has been waited for is the same storage, and not another one as torch's own fake of it says."""
+    """The tensor itself: waiting keeps its storage, while torch's own fake of this operator makes another storage."""
     return tensor
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Makes the mode in which tensors have no memory; enter it for what is to have none.
+    """Make the mode in which tensors have no memory; enter it around the code whose tensors shall have none.
 
-    DTensor works out global shapes with fake tensors, for which it takes the mode that it finds. Inside it finds none
-    and makes one of its own, so that tensors as large as the whole cluster's are not taken for this rank's.
+    DTensor works out global shapes with fake tensors, in the fake mode that is active. Here it finds no active mode and
+    makes one of its own, so that tensors as large as the whole cluster's are not counted as this rank's.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

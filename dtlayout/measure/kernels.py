@@ -1,8 +1,8 @@
-"""Which kernels really ran, whatever was asked for: read off the names that PyTorch's profiler notes.
+"""Kernels that really ran, whatever was asked for: found by the names that PyTorch's profiler notes.
 
-It sees operators on the host and, where there is CUDA, kernels on the device, under torch.compile too. Not everything
-has a name of its own: separate operations of a norm or a rotary embedding are operators like any others, and compiled
-code melts them together.
+The profiler sees operators on the host and, with CUDA, kernels on the device, under torch.compile too. Some kernels
+have no name of their own: separate operations of a norm or a rotary embedding are operators like any others, and
+compiled code melts them together.
 """
 
 import os
@@ -20,9 +20,9 @@ from dtlayout.spec.kernel_table import Kernel, list_kernels
 
 
 def list_traces() -> dict[str, dict[str, str]]:
-    """Operation → pattern of a name in forward → kernel, of all kernels that such names tell.
+    """Operation → pattern of a name in forward → kernel, for all kernels that can be told by such names.
 
-    aten's one operator for flash attention on CUDA is not among them: whatever implements it, its name is the same.
+    aten's only operator for flash attention on CUDA is not among them: its name is the same for every implementation.
     """
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for kernel in list_kernels(Kernel):
@@ -46,9 +46,10 @@ class KernelRecorder:
         return {operation: sorted(counts) for operation, counts in self.counts.items()}
 
     def __enter__(self) -> "KernelRecorder":
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on stderr when it starts and when it stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr when it starts and when it stops
         on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        # It has one cycle, and torch 2.11 warns of lost ones unless told to keep them all.
+        # The profiler has one cycle; torch 2.11 warns that events of earlier cycles get lost, unless told to keep them
+        # all.
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
         self._profile.__enter__()
         return self
@@ -68,17 +69,17 @@ class KernelRecorder:
 
 
 _COMPILING = "(dynamo_timed)"
-"""How torch.compile marks its own work, in which operators are traced, and not run."""
+"""End of the names of torch.compile's own work; inside it operators are traced, not run."""
 
 
 def _match(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Name, operation and kernel of each name that is a kernel's."""
+    """Name, operation and kernel, for each of `names` that belongs to a kernel."""
     for name, (operation, patterns) in product(names, list_traces().items()):
         yield from ((name, operation, kernel) for pattern, kernel in patterns.items() if re.search(pattern, name))
 
 
 def _outermost(events: Iterable[_KinetoEvent]) -> Iterator[_KinetoEvent]:
-    """Events that lie in no other of their thread or stream: an operator may pass through the dispatcher twice."""
+    """Events that lie in no other event of their thread or stream: an operator may pass the dispatcher twice."""
     last_place, last_end = None, 0
     for event in sorted(events, key=lambda e: (_place(e), e.start_ns(), -e.end_ns())):
         if _place(event) != last_place or event.start_ns() >= last_end:

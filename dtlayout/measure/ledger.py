@@ -1,11 +1,11 @@
-"""Bytes by category over time, written down as allocations come, change size and go.
+"""Bytes by category over time, noted as allocations come, change size and go.
 
-An *allocation* is one storage: a size and a category. What a storage is often shows later (a matmul's result becomes
-a gradient, an output turns out to be saved for backward), so an allocation has one category for its whole life, the
-strongest one it ever claimed, and categories are summed up only when someone asks. The order is that of `Category`.
+An *allocation* is one storage: a size and a category. The purpose of a storage often shows later: a matmul's result
+becomes a gradient, or an output is saved for backward. So an allocation has one category for its whole life, the
+strongest one that it ever claimed, in the order of `Category`. Categories are summed up only when someone asks.
 
-A *window* is what one reading looks back on; what was read in earlier windows is kept as numbers only. Marks divide it,
-such as into the actions of a schedule: the largest totals between them are the curve of memory over a step. No torch.
+A *window* is the time that one reading covers; of earlier windows only numbers are kept. Marks divide a window, for
+example into the actions of a schedule. The largest totals between marks are the curve of memory over a step. No torch.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 
 
 class Category(IntEnum):
-    """What a storage is for; a higher one wins."""
+    """Purpose of a storage; a higher category wins."""
 
     OTHER = 0
     COMMUNICATION = 1
@@ -27,7 +27,7 @@ class Category(IntEnum):
 
 
 UPDATE = "update"
-"""The part of a step after its last action: norm, clipping and optimizer."""
+"""Name of the part of a step after its last action: norm, clipping and optimizer."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Footprint:
 
 
 class Allocation:
-    """One storage in the ledger."""
+    """Size and category of one storage in the ledger."""
 
     __slots__ = ("category", "nbytes")
 
@@ -67,15 +67,15 @@ class Allocation:
         self.category = Category.OTHER
 
     def claim(self, category: Category) -> None:
-        """Becomes `category`, unless it already is something stronger."""
+        """Take `category`, unless the allocation has a stronger one already."""
         self.category = max(self.category, category)
 
 
 class Ledger:
-    """Every change of size, in order; `total_bytes` and `peak_bytes`, the largest, are kept up as changes come."""
+    """List of all changes of size, in order; `total_bytes` and its maximum `peak_bytes` are kept up to date."""
 
     def __init__(self, on_peak: Callable[[], None] = lambda: None) -> None:
-        """`on_peak` is called whenever the total is higher than ever."""
+        """`on_peak` is called whenever the total is higher than ever before."""
         self.total_bytes = 0
         self.peak_bytes = 0
         self._on_peak = on_peak
@@ -86,7 +86,7 @@ class Ledger:
         self._past_category_peaks = Footprint()
 
     def set_bytes(self, allocation: Allocation, nbytes: int) -> None:
-        """Writes down that `allocation` now holds `nbytes`; 0 when it is freed."""
+        """Note that `allocation` now holds `nbytes`; 0 when it is freed."""
         change_bytes = nbytes - allocation.nbytes
         if change_bytes:
             allocation.nbytes = nbytes
@@ -97,52 +97,52 @@ class Ledger:
                 self._on_peak()
 
     def mark(self, name: str) -> None:
-        """What is written down from now on belongs to `name`."""
+        """Begin the part `name` of the window; later changes belong to it."""
         self._marks.append((name, len(self._changes)))
 
     def begin_window(self) -> None:
-        """Keeps the peaks so far as numbers and starts again from what is alive."""
+        """Begin a window: keep earlier peaks as numbers, and start from the allocations that are alive."""
         _, self._past_peak, self._past_category_peaks = self._read()
         alive = dict.fromkeys(allocation for allocation, _ in chain(self._carried, self._changes) if allocation.nbytes)
         self._carried = [(allocation, allocation.nbytes) for allocation in alive]
         self._changes, self._marks = [], []
 
     def forget_peak(self) -> None:
-        """Starts again from what is alive, as if nothing had been before."""
+        """Begin a window from the allocations that are alive, and forget all earlier peaks."""
         self.begin_window()
         self.peak_bytes = self.total_bytes
         self._past_peak = self._past_category_peaks = Footprint()
 
     @property
     def current(self) -> Footprint:
-        """What is alive now."""
+        """Bytes that are alive now, by category."""
         return self._read()[0]
 
     @property
     def peak(self) -> Footprint:
-        """What was alive at the moment of `peak_bytes`, the first if there are several."""
+        """Bytes by category at the moment of `peak_bytes`, the first such moment if there are several."""
         return self._read()[1]
 
     @property
     def category_peaks(self) -> Footprint:
-        """The largest each category has been, each at a moment of its own; the total of these means nothing."""
+        """Maximum of each category over time; their moments differ, so the total of these means nothing."""
         return self._read()[2]
 
     @property
     def curve_bytes(self) -> list[int]:
-        """The total when the window began and after each change since."""
+        """Total when the window began and after each change since."""
         carried_bytes = sum(nbytes for _, nbytes in self._carried)
         return list(accumulate((change_bytes for _, change_bytes in self._changes), initial=carried_bytes))
 
     @property
     def highest_by_mark(self) -> list[Highest]:
-        """The largest total from each mark of the window to the next, what was there when it began included."""
+        """Largest total from each mark of the window to the next, including the bytes held at the mark."""
         curve = self.curve_bytes
         ends = [*(place for _, place in self._marks), len(curve) - 1][1:]
         return [Highest(name, max(curve[a : b + 1])) for (name, a), b in zip(self._marks, ends, strict=True)]
 
     def _read(self) -> tuple[Footprint, Footprint, Footprint]:
-        """(now, at the total's peak, each category's own peak)"""
+        """(bytes by category now, at the peak of the total, maximum of each category)"""
         now = [0] * len(Category)
         for allocation, nbytes in self._carried:
             now[allocation.category] += nbytes

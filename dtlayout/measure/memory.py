@@ -1,36 +1,37 @@
-"""What a step really holds in memory: every storage from its creation to its death, by category.
+"""Memory that a step really holds: every storage from its creation to its death, by category.
 
 A storage has one category for its whole life, the strongest of these (see ledger.py):
 
 - parameter: storage of a parameter or buffer of `modules`, or of a parameter of `optimizers`, when a `with` block is
   entered. Under FSDP2 these are the local shards: enter with the units resharded, as they are between steps.
-- gathered: storage of what is a parameter of `modules` only inside the block: an unsharded FSDP2 parameter.
+- gathered: storage of a tensor that is a parameter of `modules` only inside the block: an unsharded FSDP2 parameter.
 - optimizer: storage of a tensor in an optimizer's state.
-- gradient: storage that autograd accumulated into the `.grad` of a parameter or gathered parameter; or that is found
-  there on entry, before `optimizer.step` and on exit (zero-bubble schedules set it by hand); or that is added to one;
-  or that FSDP2 copies into a reduce-scatter, since it keeps unreduced gradients in the reduce dtype out of `.grad`.
+- gradient: storage that autograd accumulated into the `.grad` of a parameter or gathered parameter. Also storage that
+  is found there on entry, before `optimizer.step` and on exit (zero-bubble schedules set it by hand), that is added
+  to a gradient, or that FSDP2 copies into a reduce-scatter: it keeps unreduced gradients in the reduce dtype out of
+  `.grad`.
 - activation: storage born in a *forward* that is still alive when this forward is over, whoever holds it: saved
-  tensors, inputs of checkpointed blocks, stage outputs, and what a recomputation in backward saves again. A forward is
-  a call of an outermost module (with or without gradients), or work done with gradients enabled outside of one, such
-  as the loss: that one is over at the first operator with gradients disabled, usually backward's. So the seed of
-  `loss.backward()` counts, 4 bytes; a batch counts if it was made inside the block. FSDP2's communication
+  tensors, inputs of checkpointed blocks, stage outputs, and tensors that a recomputation in backward saves again. A
+  forward is a call of an outermost module (with or without gradients), or work done with gradients enabled outside of
+  one, such as the loss. Such work is over at the first operator with gradients disabled, usually backward's. So the
+  seed of `loss.backward()` counts, 4 bytes; a batch counts if it was made inside the block. FSDP2's communication
   buffers don't.
 - communication: storage that went into a collective or a message, or came out of one, or that FSDP2 copies through.
-- on the host: not counted with these, but in a ledger of their own, what `ops.offload.copy_to_host` gives, and with
-  `state_on_host` the parameters that are there on entry, their gradients as soon as FSDP2 reduces the next ones, and
-  the optimizer's state. On a CPU it is the same memory.
+- on the host: storages in a ledger of their own, which are not counted with these. They are the results of
+  `ops.offload.copy_to_host` and, with `state_on_host`, the parameters that are there on entry, their gradients as soon
+  as FSDP2 reduces the next ones, and the optimizer's state. On a CPU it is the same memory.
 - other: the rest. Temporaries, gradients of activations, and all data older than the block that is none of the above,
   from the first operator that touches it.
 
-Sizes are `UntypedStorage.nbytes()` on one device type. Not seen: what a kernel or a custom operator allocates and
-frees inside one call, unless it is a composite of ops/composite.py, a caching allocator's rounding, and storages that
-no operator touches, such as the random state that `torch.utils.checkpoint` keeps for each call (5 kB on CPU). While a
-block is active torch runs compiled modules eagerly, so their figures are those of eager.
+Sizes are `UntypedStorage.nbytes()` on one device type. Three things are not seen: memory that a kernel or a custom
+operator allocates and frees inside one call, unless it is a composite of ops/composite.py; a caching allocator's
+rounding; and storages that no operator touches, such as the random state that `torch.utils.checkpoint` keeps for each
+call (5 kB on CPU). While a block is active torch runs compiled modules eagerly, so their figures are those of eager.
 
 [Note: storages and finalizers]
-torch keeps one Python object per storage as long as the C++ storage lives, even when only autograd's saved tensors
-hold it, so a weak reference to that object fires exactly when the memory is freed. Callbacks can come at any bytecode
-(garbage collection), so they only queue the death; it is written down before anything else is looked up or added,
+torch keeps one Python object per storage as long as the C++ storage lives, even when only autograd's saved tensors hold
+it. So a weak reference to that object fires exactly when the memory is freed. Callbacks can come at any bytecode
+(garbage collection), so they only queue the death. The queue is emptied before anything else is looked up or added,
 since a new storage may get the address of a dead one. Sizes also change without an operator: FSDP2 frees and
 re-allocates gathered parameters by `UntypedStorage.resize_`, which is patched inside the block.
 """
@@ -56,7 +57,7 @@ from dtlayout.ops.composite import call_seen
 from dtlayout.ops.offload import COPY_TO_HOST
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
-"""Namespaces of operators that send, or copy for those that do."""
+"""Namespaces of operators that communicate, or that copy for those that do."""
 
 
 class StorageTracker(TorchDispatchMode):
@@ -80,10 +81,10 @@ class StorageTracker(TorchDispatchMode):
         *,
         state_on_host: bool = False,
     ) -> None:
-        """`on_peak` is called whenever more is held than ever before, on the device.
+        """`on_peak` is called whenever the device holds more than ever before.
 
-        `observers` get each operator on plain tensors, its arguments, its keyword arguments and its result. They could
-        be modes of their own, but each mode costs as much as an operator on fake tensors does.
+        `observers` get each operator on plain tensors, with its arguments, keyword arguments and result. They could be
+        modes of their own, but each mode costs as much as an operator on fake tensors does.
         """
         super().__init__()
         self._modules = list(modules)
@@ -106,7 +107,7 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def current(self) -> Footprint:
-        """What is alive now."""
+        """Bytes that are alive now, by category."""
         self._write_deaths()
         if self._forward_is_over:
             self._settle_forward()
@@ -114,13 +115,13 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def ledger(self) -> Ledger:
-        """All that was held until now; its window is the last block, which it divides where somebody marks it."""
+        """Ledger of the device's memory until now; its window is the last block, which `Ledger.mark` divides."""
         self._write_deaths()
         return self._ledger
 
     @property
     def host(self) -> Ledger:
-        """As `ledger`, of what lies in the host's memory beside a device."""
+        """Ledger of the host's memory beside a device, like `ledger`."""
         self._write_deaths()
         return self._host
 
@@ -152,10 +153,10 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":  # a question to a tensor, such as which device it is on
+        if func.namespace == "prim":  # a question to a tensor, such as for its device
             return func(*args, **(kwargs or {}))
         if any_wraps(types):
-            # The operators on the local tensors come by; but only here is a DTensor parameter still a parameter.
+            # The operators on the local tensors come here too; but only here is a DTensor parameter still a parameter.
             self._meet_parameters(each_tensor(args))
             return NotImplemented
         kwargs = kwargs or {}
@@ -198,7 +199,7 @@ class StorageTracker(TorchDispatchMode):
                     self._claim_gradients()
 
     def _comes_back(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether what is copied was an activation on the host."""
+        """Whether the source of this copy is an activation on the host."""
         *_, source = [key for tensor in inputs for key in map(id, self._storages([tensor]))] or [0]
         return source in self._on_host and self._alive[source][1].category is Category.ACTIVATION
 
@@ -212,7 +213,7 @@ class StorageTracker(TorchDispatchMode):
         return [self._measure_storage(storage) for storage in self._storages(tensors)]
 
     def _measure_storage(self, storage: torch.UntypedStorage) -> Allocation:
-        """Writes down the size of a storage, known or new."""
+        """Note the size of a storage, known or new."""
         self._write_deaths()
         key, dead = id(storage), self._dead
         if key not in self._alive:
@@ -225,7 +226,7 @@ class StorageTracker(TorchDispatchMode):
         return self._host if key in self._on_host else self._ledger
 
     def _measure_resized(self, storage: torch.UntypedStorage) -> None:
-        # A fake storage says its device is meta: one that is not known yet is met with its tensor's next operator.
+        # A fake storage says that its device is meta: an unknown one is measured with its tensor's next operator.
         if id(storage) in self._alive or storage.device.type == self._device_type:
             self._measure_storage(storage)
 
@@ -240,7 +241,7 @@ class StorageTracker(TorchDispatchMode):
     # Blocks
 
     def _take_stock(self) -> None:
-        """Counts what is there before the block: parameters, buffers, optimizer states, gradients."""
+        """Count the storages that are older than the block: parameters, buffers, optimizer states, gradients."""
         for ref, _ in list(self._alive.values()):
             if (storage := ref()) is not None:
                 self._measure_storage(storage)
@@ -272,13 +273,13 @@ class StorageTracker(TorchDispatchMode):
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
         self._forward_depth -= 1
-        # Of a DTensor, operators may see the local tensor alone.
+        # Operators may have seen only the local tensor of a DTensor.
         self._meet_parameters(module.parameters(recurse=False))
-        # What the call's frames still hold dies on the way out: look when the next operator comes.
+        # Tensors that only the call's frames hold die on the way out: look when the next operator comes.
         self._forward_is_over = self._forward_is_over or self._forward_depth == 0
 
     def _settle_forward(self) -> None:
-        """What the forward left alive is an activation."""
+        """Make storages that the forward left alive activations."""
         for allocation in self._born_in_forward.values():
             allocation.claim(Category.ACTIVATION)
         self._born_in_forward.clear()
@@ -293,7 +294,7 @@ class StorageTracker(TorchDispatchMode):
                 yield from group["params"]
 
     def _meet_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Looks at the modules again when a parameter comes by for the first time: FSDP2 has gathered a unit."""
+        """Look at the modules again when a parameter comes by for the first time: FSDP2 has gathered a unit."""
         for tensor in tensors:
             if isinstance(tensor, nn.Parameter) and id(tensor) not in self._met:
                 for parameter in self._each_module_tensor():
@@ -323,7 +324,7 @@ class StorageTracker(TorchDispatchMode):
             claim(each_tensor(list(optimizer.state.values())), Category.OPTIMIZER)
 
     def _claim_on_host(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
-        """As `_claim`, of what lies on the host, or from now on does."""
+        """Claim storages that lie on the host, or that do from now on, like `_claim`."""
         for storage in self._storages(tensors):
             self._write_deaths()
             key = id(storage)
@@ -338,7 +339,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _watch_resize(observe: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[Any]:
-    """Calls `observe` after every `UntypedStorage.resize_` made from Python."""
+    """Call `observe` after every `UntypedStorage.resize_` made from Python."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:

@@ -1,7 +1,7 @@
-"""Which module the running operator belongs to, in forward, in backward and in recomputation.
+"""The module that the running operator belongs to, in forward, in backward and in recomputation.
 
-In forward it is the innermost module that runs. An operator of backward runs for a node of autograd's graph, and nodes
-are numbered in the order in which forward makes them: a node belongs to the module that ran when its number was given.
+In forward it is the innermost module that runs. In backward an operator runs for a node of autograd's graph. Nodes are
+numbered in the order in which forward makes them, so a node belongs to the module that ran when its number was given.
 So nothing is put into the graph, where it would hold memory.
 """
 
@@ -17,10 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class PlaceRecorder:
-    """Knows which module the running operator belongs to, while it is entered."""
+    """Knows the module that the running operator belongs to, while it is entered."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """`modules` are those whose parts have names."""
+        """`modules` are the roots of the names that `module` gives."""
         self._names = {id(part): name for module in modules for name, part in module.named_modules()}
         self._running: list[str] = []
         self._numbers: list[int] = []
@@ -29,7 +29,7 @@ class PlaceRecorder:
 
     @property
     def module(self) -> str:
-        """Name of the module that the running operator belongs to; empty for the root, and outside of all."""
+        """Name of the module that the running operator belongs to; empty for a root, and outside of all modules."""
         if self._running:
             return self._running[-1]
         node = torch._C._current_autograd_node()
@@ -40,7 +40,7 @@ class PlaceRecorder:
 
     @property
     def is_forward(self) -> bool:
-        """Whether a module's forward runs, for the first time or again."""
+        """Whether a module's forward runs, for the first time or in recomputation."""
         return bool(self._running)
 
     def __enter__(self) -> "PlaceRecorder":
@@ -61,6 +61,6 @@ class PlaceRecorder:
         self._note()
 
     def _note(self) -> None:
-        """Nodes that are made from now on are the innermost module's."""
+        """Note that nodes made from now on belong to the innermost running module."""
         self._numbers.append(_get_sequence_nr())
         self._owners.append(self._running[-1] if self._running else "")

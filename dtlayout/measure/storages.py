@@ -1,7 +1,7 @@
-"""From the values an operator sees to the storages they stand on.
+"""Storages behind the values that an operator sees.
 
-Views share a storage; a wrapper (DTensor, AsyncCollectiveTensor) stands on the storages of the tensors inside it.
-Sparse and other non-strided tensors have none.
+Views share a storage. A wrapper (DTensor, AsyncCollectiveTensor) has the storages of the tensors inside it. Sparse and
+other non-strided tensors have none.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_trace
 
 
 def any_wraps(types: tuple[type, ...]) -> bool:
-    """Whether one of an operator's tensor types wraps other tensors, which then see operators of their own."""
+    """Whether one of an operator's tensor types wraps other tensors, for which operators of their own will run."""
     return any(is_traceable_wrapper_subclass_type(t) for t in types)
 
 
 def each_tensor(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results, wrappers as they are."""
+    """Tensors among an operator's arguments or results; wrappers are not unpacked."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):

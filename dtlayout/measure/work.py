@@ -1,4 +1,4 @@
-"""What operators do as they are issued, on local shapes: matmuls, attention, and bytes that are read and written."""
+"""Work of operators, by local shapes as they are issued: matmuls, attention, and bytes that are read and written."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,17 +17,17 @@ COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
 
 
 class WorkCounter:
-    """Counts operations by what `label` says when an operator comes; who sees operators calls `observe`."""
+    """Counts operations under the `label` of their moment; `observe` has to be called for each operator."""
 
     def __init__(self, label: Callable[[], Any]) -> None:
         self.counts: Counter[tuple[Any, KernelCall]] = Counter()
-        """Label and operation → how often."""
+        """(label, operation) → number of calls."""
         self._label = label
         self._fake_mode = active_fake_mode()
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count an operator on plain tensors."""
-        # DTensor tries an operator on fake tensors of its own to learn what comes out of it.
+        # DTensor runs an operator on fake tensors of its own to learn the shape of its result.
         if active_fake_mode() is self._fake_mode:
             operation = describe(func, args, kwargs, result)
             if operation is not None:
@@ -35,12 +35,12 @@ class WorkCounter:
 
 
 def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What an operator is given, by the names of its schema."""
+    """Arguments of an operator by their names in its schema."""
     return dict(zip(_argument_names(func), args, strict=False)) | kwargs
 
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> KernelCall | None:
-    """What an operator does; None for views, allocations and what is sent."""
+    """Work of an operator; None for views, allocations and collectives."""
     packet = func.overloadpacket
     if packet in _MATMULS:
         left, right = (args[i].shape for i in _MATMULS[packet])
@@ -51,7 +51,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         given = bind(func, args, kwargs)
         is_masked = given.get("is_causal") or given.get("attn_mask") is not None
         *upstream, query, key, value = (tensor.shape for tensor in args[:num_tensors])
-        # One head of keys and values for every query head that they serve.
+        # One head of keys and values for each query head that they serve.
         key, value = ((shape[0], query[1], *shape[2:]) for shape in (key, value))
         return AttentionCall(int(count(*upstream, query, key, value)) * (1 if is_masked else 2))
     assert packet not in flop_registry, f"{func} computes, and nobody says how much"
@@ -65,21 +65,22 @@ _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
-"""Operator → which of its arguments are multiplied."""
+"""Operator → indices of the two arguments that are multiplied."""
 _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
 }
-"""The one flash kernel that a dry run executes, which torch itself does not count: by the shapes of so many tensors."""
+"""Flash kernel of a dry run → (formula of its FLOPs, number of leading tensors whose shapes it takes). torch does not
+count these FLOPs."""
 _ALLOCATIONS = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 _OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
 """Operators that write their first argument and do not read it."""
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
-"""Operators that read as much of their first argument as comes out."""
+"""Operators that read only as many bytes of their first argument as they return."""
 _SCATTERS = {aten.scatter_, aten.scatter_add_, aten.index_put_, aten.index_add_}
-"""Operators that write as much of their first argument as they are given beside it."""
+"""Operators that write only as many bytes of their first argument as their other arguments have."""
 _UNWRITTEN = {aten._fused_adamw_: "grads"}
-"""What a schema says is written, and only is in a mode that we don't use: gradients that are scaled."""
+"""Operator → argument that is written by its schema, but really only when gradients are scaled, which we don't do."""
 
 
 def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -111,5 +112,5 @@ def _written_names(func: Any) -> tuple[str, ...]:
 
 
 def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """An expanded tensor is no larger than its storage."""
+    """Bytes of the tensors; an expanded tensor counts no more than its storage."""
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)

@@ -1,4 +1,4 @@
-"""The axes of the mesh, where a rank sits along each, and which of them cross a node; no torch.
+"""The axes of the mesh, the coordinates of a rank, and the axes that cross a node; no torch.
 
 Outermost first: pp, dp_replicate, dp_shard, cp, tp. The outer axes talk least, so they are the ones that cross nodes.
 """
@@ -28,7 +28,7 @@ def axis_strides(layout: Layout) -> dict[str, int]:
 
 
 def coordinate(rank: int, layout: Layout) -> dict[str, int]:
-    """Where a rank sits along each axis.
+    """Coordinate of a rank on each axis.
 
     >>> coordinate(5, Layout(pp=2, dp_shard=2, tp=2))
     {'pp': 1, 'dp_replicate': 0, 'dp_shard': 0, 'cp': 0, 'tp': 1}
@@ -38,20 +38,20 @@ def coordinate(rank: int, layout: Layout) -> dict[str, int]:
 
 
 def ranks_along(axis: str, rank: int, layout: Layout) -> list[int]:
-    """The ranks that share every coordinate of `rank` but the one on `axis`, in order."""
+    """Ranks that share every coordinate of `rank` except that on `axis`, in order."""
     stride = axis_strides(layout)[axis]
     first = rank - coordinate(rank, layout)[axis] * stride
     return [first + i * stride for i in range(axis_sizes(layout)[axis])]
 
 
 def dp_rank(rank: int, layout: Layout) -> int:
-    """A rank's place over dp_replicate and dp_shard together, which decides what it reads of the global batch."""
+    """Index of a rank over dp_replicate and dp_shard together; it decides which rows of a batch the rank reads."""
     place = coordinate(rank, layout)
     return place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
 
 
 def own_positions(rank: int, layout: Layout, seq_len: int) -> tuple[range, ...]:
-    """The parts of each sequence that a rank has, in their order; the whole at cp = 1."""
+    """Parts of each sequence that a rank has, in their order; the whole sequence at cp = 1."""
     if layout.cp == 1:
         return (range(seq_len),)
     return own_parts(layout.context_method.order, seq_len, layout.cp, coordinate(rank, layout)["cp"])

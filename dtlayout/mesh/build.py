@@ -1,4 +1,4 @@
-"""Layout → DeviceMesh, and the views of it that the parts of a step talk over."""
+"""DeviceMesh of a layout, and the groups and views of it for the messages of a step."""
 
 import os
 from datetime import timedelta
@@ -14,21 +14,21 @@ from dtlayout.mesh.axes import CP, DP_REPLICATE, DP_SHARD, axis_sizes
 from dtlayout.spec.layout import Layout
 
 _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
-"""The default process group's meshes by device type and degrees. Meshes hold the group itself, and would keep it for
-ever if it were the key; its store goes when it is destroyed, and they with it."""
+"""Store of the default process group → device type and degrees → mesh. A mesh holds the group itself, and would keep it
+for ever if the group were the key. The store is freed when the group is destroyed, and the meshes with it."""
 
 
 _reduction_groups: WeakKeyDictionary[dist.Store, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""By its ranks the group of `open_reduction_group`, for as long as a mesh."""
+"""Store of the default process group → ranks → group of `open_reduction_group`; it lives as long as a mesh."""
 
 
 def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> DeviceMesh:
     """The mesh (pp, dp_replicate, dp_shard, cp, tp) over all ranks; axes of size 1 are there too.
 
-    Initialises torch.distributed from the environment that torchrun sets, if nobody has. Slice it by name:
-    `mesh["tp"]`. The same degrees get the same mesh as long as the default process group lives, for a mesh has groups
-    of its own, which keep threads and open files. They end a collective that takes `timeout_s` seconds; 0 leaves them
-    their backend's limit. InvalidLayout if the product of the degrees is not the world size.
+    Slice it by name: `mesh["tp"]`. Initialises torch.distributed from the environment that torchrun sets, if nobody
+    has. The same degrees get the same mesh as long as the default process group lives, since a mesh has groups of its
+    own, which keep threads and open files. The groups end a collective that takes `timeout_s` seconds; 0 leaves them
+    the limit of their backend. InvalidLayout if the product of the degrees is not the world size.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != layout.world_size:
@@ -43,16 +43,16 @@ def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> Devi
     if key not in meshes:
         meshes[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     groups = [*meshes[key].get_all_groups(), *data_mesh(meshes[key]).get_all_groups()]  # all ranks open the last ones
-    for group in groups if timeout_s else ():  # a mesh hands nothing on to them
+    for group in groups if timeout_s else ():  # groups of a mesh do not inherit a timeout
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return meshes[key]
 
 
 def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:
-    """A group of all ranks over gloo, whose messages go from host to host; not under the watchdog of NCCL.
+    """A group of all ranks over gloo, for messages from host to host that NCCL's watchdog does not watch.
 
-    It is open after at most `timeout_s`, and what it does may then take `patience_s`. InvalidLayout if hosts do not
-    reach each other.
+    It is open after at most `timeout_s` seconds. Its collectives may then take `patience_s` seconds. InvalidLayout if
+    hosts do not reach each other.
     """
     try:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -67,10 +67,11 @@ def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:
 
 
 def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.ProcessGroup | None:
-    """A second group of the ranks that share parameters, to reduce gradients in; None where the first serves for both.
+    """A second group of the ranks that share parameters, for reducing gradients; None where the first group does both.
 
-    A group is a communicator of NCCL, which finishes one collective before the next: a reduce-scatter would wait for
-    all-gathers that backward sends ahead. Open it on all of these ranks together; `timeout_s` as for `build_mesh`.
+    A group is a communicator of NCCL, which finishes one collective before it begins the next. With one group, a
+    reduce-scatter would wait for all-gathers that backward sends ahead. Open it on all of these ranks together;
+    `timeout_s` is as for `build_mesh`.
     """
     shards = data_mesh(mesh).get_all_groups()[-1]
     if mesh.device_type != "cuda" or shards.size() == 1:
@@ -85,10 +86,10 @@ def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.Proce
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The view that FSDP2 shards over: (replicas, shards) for HSDP and plain replication, else (shards).
+    """View of the mesh that FSDP2 shards over: (replicas, shards) for HSDP and plain replication, else (shards).
 
-    Ranks of cp have other tokens, as those of the data axes have: they are shards too, the two axes in one. Where the
-    state is replicated and not sharded, they are replicas.
+    Ranks of cp have different tokens, like those of the data axes. So they are shards too, and the two axes become one.
+    Where the state is replicated and not sharded, they are replicas.
     """
     if mesh[DP_REPLICATE].size() == 1:
         return mesh[DP_SHARD] if mesh[CP].size() == 1 else _join_with_cp(mesh)
@@ -99,6 +100,6 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _join_with_cp(mesh: DeviceMesh) -> DeviceMesh:
-    """cp and the axis of which it has shards or replicas as one; `mesh` remembers it."""
+    """One axis that joins cp with dp_shard, or with dp_replicate where nothing is sharded; `mesh` remembers it."""
     is_replicated = mesh[DP_SHARD].size() == 1 and mesh[DP_REPLICATE].size() > 1
     return mesh[DP_REPLICATE if is_replicated else DP_SHARD, CP]._flatten("data_cp")

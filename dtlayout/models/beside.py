@@ -1,7 +1,8 @@
-"""What a Hugging Face folder holds beside its weights, and what of it training changes. No torch.
+"""The files beside the weights in a Hugging Face folder, and the parts of them that training changes. No torch.
 
-Base: the folder that a model came from, or what a run has kept of it. An export has the base's files, and in them only
-what is not so any more: sizes and the number format in config.json, and where texts end if they are read otherwise.
+Base: the folder that a model came from, or the files of it that a run has kept. An export has the base's files. Changed
+in them is only what no longer holds: sizes and the number format in config.json, and where texts end if that is read
+differently.
 """
 
 import os
@@ -18,7 +19,7 @@ from dtlayout.spec.model_shape import ModelShape
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 KEPT = "kept"
-"""The base of a run's exports, in its folder."""
+"""Folder in a run's folder with the base of its exports."""
 TOKENIZER = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
 _SETTINGS = "tokenizer_config.json"
@@ -28,17 +29,17 @@ _TOKENIZER_FILES = (
     "tokenizer.model", TEMPLATE_NAME, "chat_template.json",
 )  # fmt: skip
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", _SETTINGS)
-"""Files of a folder that has a tokenizer, perhaps in a form that is not read here."""
+"""Files of a tokenizer in a folder, also in forms that are not read here."""
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def find_model_files(folder: Path) -> dict[str, Path]:
-    """Name → file of a folder's config.json and generation_config.json, as far as it has them."""
+    """Name → file, for a folder's config.json and generation_config.json, as far as it has them."""
     return _find(folder, _MODEL_FILES)
 
 
 def find_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Name → file of a folder's tokenizer, its settings and its chat templates, as far as it has them.
+    """Name → file, for a folder's tokenizer, its settings and its chat templates, as far as it has them.
 
     InvalidConfig if a link leads out of the folder.
     """
@@ -46,9 +47,9 @@ def find_tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def find_named_tokenizer(tokenizer: Path) -> dict[str, Path]:
-    """Name → file of the tokenizer that a user names, and of what stands beside it; it alone if it is called otherwise.
+    """Name → file, for the tokenizer that a user names and the files beside it; a file of another name counts alone.
 
-    InvalidConfig if a link beside it leads elsewhere than to where the tokenizer lies.
+    InvalidConfig if a link beside it leads out of the folder and out of the tokenizer's real folder.
     """
     if tokenizer.name != TOKENIZER:
         return {TOKENIZER: tokenizer}
@@ -70,7 +71,7 @@ def has_other_tokenizer(folder: Path) -> bool:
 
 
 def read_table(file: Path) -> dict[str, Any]:
-    """A JSON file's table; empty where there is none that can be read."""
+    """The table in a JSON file; empty if there is none that can be read."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -79,7 +80,7 @@ def read_table(file: Path) -> dict[str, Any]:
 
 
 def find_end_token(folder: Path) -> str | None:
-    """The token with which the tokenizer of a folder ends answers, its `eos_token`; None if it names none."""
+    """The token that ends answers, the `eos_token` of a folder's tokenizer; None if it names none."""
     for name in (_SETTINGS, "special_tokens_map.json"):
         token = read_table(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -89,9 +90,9 @@ def find_end_token(folder: Path) -> str | None:
 
 
 def find_ends(folder: Path) -> list[int]:
-    """Ids at which a Hugging Face folder's texts end, by its generation_config.json; none if it does not say.
+    """Ids that end texts, by a Hugging Face folder's generation_config.json; none if it does not say.
 
-    Without one config.json says it. A chat model has several: an answer's and a document's.
+    Without that file config.json says it. A chat model has several: one for an answer and one for a document.
     """
     has_generation = (folder / GENERATION).is_file()
     found = read_table(folder / (GENERATION if has_generation else CONFIG)).get("eos_token_id")
@@ -99,7 +100,7 @@ def find_ends(folder: Path) -> list[int]:
 
 
 def write_ids(table: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
-    """A config.json or generation_config.json whose texts begin and end with these ids."""
+    """A config.json or generation_config.json with these ids for the begin and the end of texts."""
     end = list(ends) if len(ends) > 1 else next(iter(ends), None)
     return {**table, "bos_token_id": begin, "eos_token_id": end}
 
@@ -107,9 +108,9 @@ def write_ids(table: Mapping[str, Any], begin: int | None, ends: Sequence[int]) 
 def update_config(
     base: Mapping[str, Any], model: ModelShape, number_format: str, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """The base's config.json for the model that it has become, and for texts of `max_seq_len` tokens where it is known.
+    """The base's config.json, changed for the trained model, and for texts of `max_seq_len` tokens if that is known.
 
-    InvalidConfig if no config.json says what the model is.
+    InvalidConfig if no config.json can describe the model.
     """
     new = to_hf(model, number_format, max_seq_len)
     try:

@@ -1,7 +1,7 @@
-"""Families: whose block a model has, how a Hugging Face config.json says so, and the modules that compute it. No torch.
+"""Families of models: the blocks, the words of a Hugging Face config.json, and the modules of each. No torch.
 
-A family of one's own is a `Family` given to `register_family`; one that is a Llama with other sizes or with the
-switches of `ModelShape` needs no more than a name. docs/project/adding.md has an example.
+A family of your own is a `Family` that you give to `register_family`. If it is a Llama with other sizes, or with the
+switches of `ModelShape`, it needs only a name. docs/project/adding.md has an example.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,32 +18,32 @@ from dtlayout.spec.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models that differ in sizes alone."""
+    """Models that differ only in sizes."""
 
     name: str
-    """What `ModelShape.family` and, as model_type, an HF config.json call it."""
+    """Name in `ModelShape.family`, and in the model_type of a Hugging Face config.json."""
     describe: Callable[[ModelShape], Description] = describe_llama
-    """What gives a model's operations and weights."""
+    """Function from a model's shape to its operations and weights."""
     architecture: str = "LlamaForCausalLM"
-    """What `transformers` calls it, for a config.json."""
+    """Name of the class in `transformers`, as a config.json has it."""
     module: str | Callable[..., Any] = "dtlayout.models.llama:Llama"
-    """What builds it or a part of it, called like `models.llama.Llama`; a text is imported when it is needed."""
+    """Class that builds the model or a part of it, called like `models.llama.Llama`; a text is imported when needed."""
     traits: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ModelShape that its config.json does not say, because all models of the family have them."""
+    """Fields of ModelShape that a config.json leaves out, because all models of the family have them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key of config.json → the value that `transformers` takes if a file lacks the key. Keys that are not here have
-    that of `COMMON_DEFAULTS`; a size that is in neither must be in the file."""
+    """Key of config.json → value that `transformers` takes if a file lacks the key. For other keys `COMMON_DEFAULTS`
+    has the value; a size that is in neither must be in the file."""
     heads_divide_width: bool = False
     """Whether `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
     ignored_keys: Collection[str] = ()
-    """Keys of config.json that other families compute with and this one does not, whatever they say."""
+    """Keys of config.json that other families compute with and this one ignores."""
 
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0, "hidden_act": "silu", "max_position_embeddings": None,
 }  # fmt: skip
-"""Key of config.json → what holds where neither a file nor `Family.defaults` has it; None follows from other keys."""
+"""Key of config.json → default if neither the file nor `Family.defaults` has it; None follows from other keys."""
 _LLAMA = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048,
@@ -52,7 +52,7 @@ _QWEN = _LLAMA | {
     "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
-"""Defaults of `transformers` 5 and 4, where the families agree."""
+"""Defaults of `transformers` 5 and 4, where the two versions agree."""
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -80,7 +80,7 @@ def register_family(family: Family, presets: Sequence[ModelShape] = ()) -> None:
 
 
 def find_family(name: str) -> Family:
-    """The family called `name`; InvalidConfig names them all if there is none."""
+    """The family called `name`; InvalidConfig names all families if there is none."""
     if name not in FAMILIES:
         raise InvalidConfig(f"model.family={name!r} is not known; use one of {', '.join(FAMILIES)}")
     return FAMILIES[name]

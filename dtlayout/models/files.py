@@ -1,7 +1,7 @@
-"""A model's sizes from wherever a user has them: a preset's name, a Hugging Face config.json, or a TOML file.
+"""A model's sizes from a preset's name, a Hugging Face config.json, or a TOML file.
 
-A TOML file has a section [model] with the fields of `ModelShape`, on top of the model that its `name` names, if any;
-a training config is such a file. Of a config.json only `models.families` are taken. No torch.
+A TOML file has a section [model] with fields of `ModelShape`. They go on top of the model that its `name` names, if
+any. A training config is such a file. A config.json must be of one of `models.families`. No torch.
 """
 
 import os
@@ -20,7 +20,7 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.spec.model_shape import ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
-"""Fields that dtlayout always writes into a config; those that may be None are left out, since TOML has no null."""
+"""Fields that dtlayout always writes into a config. Fields that may be None are left out, since TOML has no null."""
 
 
 def find_model(text: str) -> ModelShape:
@@ -29,7 +29,7 @@ def find_model(text: str) -> ModelShape:
         return PRESETS[text]
     with toml.problems_of("model"):
         path = expand(text)
-    if os.path.isdir(path):  # Path's own raises where something above may not be read
+    if os.path.isdir(path):  # Path's own raises where a parent folder may not be read
         path /= "config.json"
         if not os.path.exists(path):
             raise InvalidConfig(f"model {text!r} is a folder without a config.json; presets are {', '.join(PRESETS)}")
@@ -56,9 +56,8 @@ def find_model(text: str) -> ModelShape:
 def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None) -> dict[str, Any]:
     """The config.json of a model whose weights are in `number_format`, such as "bfloat16", for `max_seq_len` tokens.
 
-    A model with stretched rotary wavelengths is for as many as they are made for, if these are more.
-
-    InvalidConfig if its family's does not say all that it is: a Llama with the biases of a Qwen2, for one.
+    A model with stretched rotary wavelengths is for as many tokens as these allow, if that is more. InvalidConfig if a
+    config.json of its family cannot describe it: a Llama with the biases of a Qwen2, for instance.
     """
     config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in HF_NAMES.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
@@ -69,7 +68,7 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
     if model.rope_scaling is not None:
         scaling = asdict(model.rope_scaling)
         stretched = int(scaling["factor"] * scaling["original_context"])
-        config["max_position_embeddings"] = max(max_seq_len or 0, stretched)  # what the wavelengths are made for
+        config["max_position_embeddings"] = max(max_seq_len or 0, stretched)  # as far as the wavelengths reach
         scaling["original_max_position_embeddings"] = scaling.pop("original_context")
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if parse_hf(config, model.name) != model:
@@ -78,7 +77,7 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
 
 
 def parse_toml(content: str) -> ModelShape:
-    """The sizes of a TOML file's [model], whose name may be that of a preset or of a Hugging Face model's place."""
+    """The sizes in a TOML file's [model], whose name may be a preset or the path of a Hugging Face model."""
     table = toml.loads(content).get("model")
     if not isinstance(table, dict):
         raise InvalidConfig("it has no section [model]")
@@ -86,9 +85,9 @@ def parse_toml(content: str) -> ModelShape:
 
 
 def complete(table: dict[str, Any], suffixes: Sequence[str] = (".json", ".toml")) -> dict[str, Any]:
-    """A [model] on top of the sizes of what its name names: a preset, a Hugging Face folder or a file.
+    """A [model] with the missing sizes of the model that its name names: a preset, a Hugging Face folder or a file.
 
-    A table that has every size already, such as a run's own config, stays as it is, whatever its name names now.
+    A table that has every size already, such as a run's own config, stays as it is, whatever its name means now.
     """
     name = table.get("name")
     if not isinstance(name, str) or table.keys() >= _WRITTEN:
@@ -99,5 +98,5 @@ def complete(table: dict[str, Any], suffixes: Sequence[str] = (".json", ".toml")
     is_folder = bool(name) and os.path.isfile(path / "config.json")
     if not is_folder and not (path.suffix in suffixes and os.path.isfile(path)):
         return table
-    found = find_model(str(path.absolute()))  # whatever a preset is called
+    found = find_model(str(path.absolute()))  # an absolute path is never a preset's name
     return {**asdict(found), **table, "name": found.name}

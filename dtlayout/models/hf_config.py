@@ -1,8 +1,8 @@
-"""A Hugging Face config.json as `transformers` reads it: defaults by family, and a refusal of all that is not known.
+"""A Hugging Face config.json as `transformers` reads it: defaults by family; keys with unknown effects are refused.
 
-A key that the family's code in `transformers` computes with is read here, or must have the value that changes nothing.
-A key that only other models know is refused where its name says that it may change sizes or numbers; the rest passes.
-Semantics are those of `transformers` 5, where nothing else is said. No torch.
+Keys with which the family's code in `transformers` computes are read here, or must have the value that changes nothing.
+Keys that only other models know are refused if their names say that they may change sizes or numbers; other keys pass.
+Semantics are those of `transformers` 5, unless something else is said. No torch.
 """
 
 import re
@@ -31,7 +31,7 @@ _ROPE_KEYS = {
     *_LLAMA3_NAMES.values(), "rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor",
 }  # fmt: skip
-"""Keys of that table which some rope_type has; those of another type than its own change nothing."""
+"""Keys of the rotary embedding's table for any rope_type; keys of another type than the table's own change nothing."""
 _READ = {
     *HF_NAMES.values(), "model_type", "architectures", "hidden_act", "rope_parameters", "rope_scaling",
     "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings", "layer_types",
@@ -46,7 +46,7 @@ _HARMLESS = {
     "repetition_penalty", "tie_encoder_decoder", "tie_last_hidden_states", "transformers.js_config", "typical_p",
     "use_cache",
 }  # fmt: skip
-"""Keys whose names sound as if they changed sizes or numbers, and which no computation of a loss or of logits reads."""
+"""Keys that sound as if they changed sizes or numbers, but that no computation of a loss or of logits reads."""
 _SUSPICIOUS = re.compile(
     r"drop|bias|norm|window|chunk|soft_?cap|clip|scal|multipl|_mult$|factor|expert|expan|moe|router|rank|rope|rotary|"
     r"theta|quant|compress|prun|head|dense|activation|causal|direction|attn_temp|layer|block|group|ssm|mamba|conv|sparse|"
@@ -65,8 +65,8 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     """The sizes of a model, from its parsed config.json; missing keys get the family's defaults in `transformers`.
 
     `name` becomes the model's name, and an empty one becomes "own"; `name_model` finds a better one. InvalidConfig if
-    the model is of another family or architecture, or else with one line for each size that is missing and each key
-    that may change the model in a way that dtlayout does not compute.
+    the model is of another family or architecture. Otherwise it has a line for each missing size, and for each key that
+    may change the model in a way not computed here.
     """
     if not isinstance(config, dict):
         raise InvalidConfig("it is no table of sizes")
@@ -108,7 +108,7 @@ def _is_missing(each: Any, values: Mapping[str, Any]) -> bool:
 
 
 def _list_assumed(config: dict[str, Any], defaults: Mapping[str, Any], family: Family) -> list[str]:
-    """Which of the sizes are not in the file, in a line."""
+    """A line with the sizes that are not in the file but come from defaults; no line if there are none."""
     sizes = [key for key in HF_NAMES.values() if key not in config and type(defaults.get(key)) is int]
     taken = ", ".join(f"{key}={defaults[key]}" for key in sizes)
     return [f"{taken}: not in the file, and what transformers takes for {family.name}"] if taken else []
@@ -148,7 +148,7 @@ def _find_family(config: dict[str, Any]) -> Family:
 
 
 def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
-    """Keys that change sizes or numbers in a way that is not computed here, or that by their names may do so."""
+    """Problems with keys that change sizes or numbers in ways not computed here, or whose names sound like that."""
     for key, usual in _USUAL.items():
         if key in config and config[key] not in usual:
             yield f"{key}={config[key]!r} is not known; {usual[0]!r} is"
@@ -162,13 +162,13 @@ def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
 
 
 def _shorten(value: Any) -> str:
-    """A value as JSON writes it, where that is short."""
+    """A value as JSON writes it, cut to 60 characters."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     return shorten(text, 60)
 
 
 def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layers: Any) -> Iterator[str]:
-    """Why some blocks would not attend to all that came before."""
+    """Problems with blocks that would not attend to all earlier tokens."""
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -189,9 +189,10 @@ def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layer
 
 
 def _read_rope(config: dict[str, Any], theta: Any, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of ModelShape about the rotary embedding, and what is wrong with it.
+    """Fields of ModelShape about the rotary embedding, and problems with them.
 
-    `rope_scaling` goes before `rope_parameters`, which transformers 5 writes, and what is inside before what is beside.
+    `rope_scaling` goes before `rope_parameters`, which transformers 5 writes. Keys inside the table go before keys
+    beside it.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}

@@ -1,4 +1,4 @@
-"""What a model of a Hugging Face config.json is called. No torch."""
+"""The name of a model that has a Hugging Face config.json. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.spec.model_shape import ModelShape
 
 NAME_KEY = "_name_or_path"
-"""Key of config.json under which `transformers` notes where a model came from."""
+"""Key of config.json under which `transformers` notes the place that a model came from."""
 _PUBLISHED = re.compile(r"(?:\w[\w.-]*/)?(\w[\w.-]*)", re.ASCII)
 _IN_CACHE = re.compile(r"models--(?:.+?--)?(.+)")
 

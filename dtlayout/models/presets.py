@@ -61,7 +61,7 @@ PRESETS: dict[str, ModelShape] = {
 
 
 def find_preset(name: str) -> ModelShape:
-    """The preset called `name`; InvalidConfig names them all if there is none."""
+    """The preset called `name`; InvalidConfig names all presets if there is none."""
     if name not in PRESETS:
         raise InvalidConfig(f"model {name!r} is not a preset; use one of {', '.join(PRESETS)}")
     return PRESETS[name]

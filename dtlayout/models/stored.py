@@ -1,6 +1,6 @@
-"""Tensors in a Hugging Face folder's safetensors files: which file holds each, and whether two are equal. No torch.
+"""Tensors in a Hugging Face folder's safetensors files: the file of each, and whether two are equal. No torch.
 
-A folder has one file, or several and an index whose `weight_map` says which tensor lies in which.
+A folder has one file, or several and an index whose `weight_map` names the file of each tensor.
 """
 
 import json
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""What safetensors calls the formats that weights may have."""
+"""Name of a number format in safetensors → its name here; weights may have these formats."""
 _BITS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
-"""What numpy reads each format as; bf16, which it has not, as bits."""
+"""Number format in safetensors → type with which numpy reads it; numpy has no bf16 and reads its bits."""
 _LISTED = 5
-"""Problems that are named; the others are counted."""
-_PIECE = 1 << 22
-"""Values that are compared at once."""
+"""Number of problems that are named; further ones are only counted."""
+_VALUES_AT_ONCE = 1 << 22
+"""Number of values that are compared at once."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """Place, shape and format of a tensor."""
 
     file: Path
     shape: tuple[int, ...]
     format: str
-    """As safetensors calls it."""
+    """Number format, by its name in safetensors."""
 
 
 def find_weights(folder: Path) -> dict[str, StoredTensor]:
@@ -70,7 +70,7 @@ def find_weights(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor → name of its file, by the folder's index; empty where there is none, or where all is in one file."""
+    """Tensor → name of its file, by the folder's index; empty if there is no index."""
     index = folder / INDEX
     if not index.is_file():
         return {}
@@ -106,7 +106,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def name_first(problems: list[str]) -> list[str]:
-    """The first few problems, and how many more there are."""
+    """The first few problems, and the number of further ones."""
     return problems if len(problems) <= _LISTED else [*problems[:_LISTED], f"and {len(problems) - _LISTED} more"]
 
 
@@ -119,8 +119,8 @@ def are_equal(stored: Mapping[str, StoredTensor], first: str, second: str) -> bo
     pair = stored[first], stored[second]
     if pair[0].shape != pair[1].shape or not all(tensor.format in _BITS for tensor in pair):
         return False
-    pieces = (_read_values(stored[name], name) for name in (first, second))
-    return all(_same(a, b) for a, b in zip(*pieces, strict=True))
+    values = (_read_values(stored[name], name) for name in (first, second))
+    return all(_same(a, b) for a, b in zip(*values, strict=True))
 
 
 def _same(a: "npt.NDArray[Any]", b: "npt.NDArray[Any]") -> bool:
@@ -140,7 +140,7 @@ def _read_values(tensor: StoredTensor, name: str) -> Iterator["npt.NDArray[Any]"
             file.seek(8 + header_bytes + start)
             left = prod(tensor.shape)
             while left > 0:
-                values = np.fromfile(file, _BITS[tensor.format], min(left, _PIECE))
+                values = np.fromfile(file, _BITS[tensor.format], min(left, _VALUES_AT_ONCE))
                 if not values.size:
                     raise ValueError("it ends too early")
                 left -= values.size

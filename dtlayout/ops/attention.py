@@ -25,22 +25,22 @@ from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
 
 register_flash_attention_impl("flash-attn", register_fn=FlashAttn)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Queries, keys, values and what keeps documents apart → attention's result."""
+"""Queries, keys, values, and a mask or offsets that keep documents apart → the result of attention."""
 _REFUSALS = ("No available kernel", "No viable backend")
-"""How a backend says that it does not take its inputs."""
+"""Texts in the error of a backend that does not support its inputs."""
 
 
 def causal_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: str, mask: Tensor | None = None) -> Tensor:
     """softmax(q·kᵀ / √K + causal mask)·v, [B, H, S, K]; each of the G key-value heads serves H / G query heads.
 
-    With a `mask`, which `prepare_mask` makes, tokens see those of their own document alone.
+    With a `mask` from `prepare_mask`, tokens see only those of their own document.
     """
     return bind_attention(find_kernel(AttentionKernel, kernel))(q_BHSK, k_BGSK, v_BGSK, mask)
 
 
 @cache
 def bind_attention(kernel: AttentionKernel) -> Attend:
-    """`causal_attention` with a kernel; one function for each, which torch.compile takes for the same in every block.
+    """`causal_attention` with one kernel: the same function each time, so that torch.compile reuses it for all blocks.
 
     Only the named backend is enabled, so that PyTorch cannot fall back to another one: where it does not support the
     inputs, this is a KernelError. What needs another flash implementation runs inside `attention_implementation` alone.
@@ -52,7 +52,7 @@ def bind_attention(kernel: AttentionKernel) -> Attend:
 
     def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None and not kernel.needs_mask(q_BHSK.device.type):
-            if q_BHSK.shape[-1] > (kernel.widest_head or inf):  # flash itself would say it with a traceback
+            if q_BHSK.shape[-1] > (kernel.widest_head or inf):  # flash itself would give a traceback
                 raise _refusal(kernel, q_BHSK)
             from dtlayout.ops.varlen import attend_by_document
 
@@ -82,9 +82,9 @@ def _refusal(kernel: AttentionKernel, q_BHSK: Tensor) -> KernelError:
 
 
 def prepare_mask(documents: Documents, kernel: str, like: Tensor) -> Tensor:
-    """What `causal_attention` needs to keep documents apart, on the device and in the format of `like`.
+    """Mask [B, 1, S, S], or offsets of the documents, as `kernel` needs it to keep documents apart.
 
-    A mask [B, 1, S, S] or the documents' offsets, as the kernel wants; made once for all layers.
+    The mask has the device and format of `like`, the offsets the device. It is made once for all layers.
     """
     if find_kernel(AttentionKernel, kernel).needs_mask(like.device.type):
         return make_mask(documents.starts.to(like.device, non_blocking=True), like.dtype)
@@ -92,21 +92,21 @@ def prepare_mask(documents: Documents, kernel: str, like: Tensor) -> Tensor:
 
 
 def repeat_heads(x_BGSK: Tensor, num_heads: int) -> Tensor:
-    """Each key-value head once for every query head that it serves, [B, H, S, K]: not every backend groups queries."""
+    """Key-value heads, repeated for each query head that they serve, [B, H, S, K]: some backends need that."""
     group = num_heads // x_BGSK.shape[1]
     return x_BGSK if group == 1 else x_BGSK.repeat_interleave(group, dim=1)
 
 
 @contextmanager
 def attention_implementation(kernel: str) -> Iterator[None]:
-    """Inside, PyTorch's flash backend is the implementation that `kernel` means; afterwards it is its own again."""
+    """Inside, PyTorch's flash backend runs the implementation that `kernel` names; afterwards it runs its own again."""
     name = find_kernel(AttentionKernel, kernel).flash
     if not name:
         yield
         return
     try:
         activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError, ValueError) as error:  # not there, for another torch, or unknown to this one
+    except (ImportError, RuntimeError, ValueError) as error:  # not installed, for another torch, or unknown to this one
         reason = str(error).partition("\n")[0]
         raise KernelError(f"kernels.attention={kernel}: {reason}; install its package for this torch") from error
     try:

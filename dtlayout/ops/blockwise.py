@@ -1,10 +1,10 @@
 """Causal attention as batched matmuls over a few rows of scores at a time (arXiv:2112.05682), for CPUs.
 
-They are as fast there as any matmul, matrix units included; PyTorch's own flash kernel is not. No more scores are there
-than a core's cache holds, and none wait for backward, which computes them again.
+On a CPU these are as fast as any matmul, matrix units included; PyTorch's own flash kernel is not. At a time there are
+no more scores than a core's cache holds. None are kept for backward, which computes them again.
 
-Legend: B batch, H query heads, G key-value heads, R = H / G, S sequence, K head width, C positions of a chunk,
-X = R·C, N the positions that it sees.
+Legend: B batch, H query heads, G key-value heads, R = H / G, S sequence, K head width, C positions of a chunk, X = R·C,
+N the positions that it sees.
 """
 
 import math
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 _CHUNK_BYTES = 256
-"""Of a chunk's scores of one key: 64 queries in fp32."""
+"""Bytes that a chunk's scores of one key take: 64 queries in fp32."""
 _SCORES_BYTES = 1 << 20
-"""Of the scores that are there at a time, unless those of one key-value head are more."""
+"""Bytes of the scores that exist at a time, unless those of one key-value head need more."""
 
 
 def blockwise_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`attention.causal_attention`, whose mask is added to the scores: [B, 1, S, S], causality included."""
+    """`attention.causal_attention`; `mask` is added to the scores: [B, 1, S, S], causality included."""
     return _attend(q_BHSK, k_BGSK, v_BGSK, mask)
 
 
@@ -43,7 +43,7 @@ def _attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None)
 def _differentiate(
     upstream_BHSK: Tensor, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    exact = torch.promote_types(q_BHSK.dtype, torch.float32)  # of what is summed over chunks
+    exact = torch.promote_types(q_BHSK.dtype, torch.float32)  # dtype of sums over chunks
     dq_BHSK = torch.empty_like(q_BHSK)
     dk_BGSK, dv_BGSK = (torch.zeros_like(t, dtype=exact) for t in (k_BGSK, v_BGSK))
     q_BGRSK, dq_BGRSK, upstream_BGRSK = (_grouped(t, k_BGSK) for t in (q_BHSK, dq_BHSK, upstream_BHSK))
@@ -95,7 +95,7 @@ def _weigh(q_GRCK: Tensor, k_GNK: Tensor, mask: Tensor | None, sample: int, chun
 
 
 def _chunks(q_BGRSK: Tensor) -> Iterator[tuple[tuple[int, slice], slice]]:
-    """A sample and some of its key-value heads, with a chunk of positions, until all of them were there."""
+    """(sample, slice of its key-value heads), slice of positions: together all parts of the work."""
     num_samples, num_kv_heads, repeats, seq_len, _ = q_BGRSK.shape
     length = _CHUNK_BYTES // q_BGRSK.element_size()
     at_once = max(1, _SCORES_BYTES // (_CHUNK_BYTES * repeats * seq_len))
@@ -105,7 +105,7 @@ def _chunks(q_BGRSK: Tensor) -> Iterator[tuple[tuple[int, slice], slice]]:
 
 
 def _grouped(x_BHSK: Tensor, k_BGSK: Tensor) -> Tensor:
-    """[B, G, R, S, K]: with each key-value head the query heads that it serves."""
+    """Queries [B, G, R, S, K]: for each key-value head the query heads that it serves."""
     return x_BHSK.unflatten(1, (k_BGSK.shape[1], -1))
 
 

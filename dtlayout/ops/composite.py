@@ -1,8 +1,8 @@
-"""Operators of ours that torch.compile and recomputation take for one, and whoever measures for all that is inside.
+"""Operators that are one operator for torch.compile and recomputation, and all inner ones for memory trackers.
 
-torch.compile would break its graph at what sends messages while it computes, and selective recomputation keeps results
-by their operator's name: both want one operator. A tracker of memory or of messages wants to see each operator that it
-is made of: `call_seen` calls the operator's body under its mode.
+torch.compile would break its graph at code that sends messages while it computes, and selective recomputation keeps
+results by their operator's name: both want one operator. A tracker of memory or of messages wants to see each inner
+operator: `call_seen` calls the operator's body under its mode.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _BODIES: dict[Any, Callable[..., Any]] = {}
-"""Operator → the function that it is made of."""
+"""Operator → the function that is its body."""
 
 
 def composite(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator as `torch.library.custom_op`, for an operator that changes none of its inputs."""
+    """A decorator like `torch.library.custom_op`, for an operator that changes none of its inputs."""
 
     def define(body: Callable[..., Any]) -> Any:
         operator = torch.library.custom_op(name, body, mutates_args=())
@@ -27,10 +27,10 @@ def composite(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def call_seen(mode: TorchDispatchMode, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator's result; for the mode that it came to, which also gets what a composite one is made of."""
+    """Result of an operator that came to `mode`; of a composite operator, `mode` also gets all inner operators."""
     if (body := _BODIES.get(operator)) is None:
         return operator(*args, **kwargs)
-    TorchDispatchMode.__enter__(mode)  # and nothing that a mode of its own does when a user enters it
+    TorchDispatchMode.__enter__(mode)  # only this base method, not what a mode's own __enter__ does for users
     try:
         return body(*args, **kwargs)
     finally:

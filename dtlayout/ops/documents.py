@@ -1,7 +1,7 @@
 """Documents packed into samples, and the two forms in which attention kernels learn where each begins.
 
-Either a mask that is added to the scores, and holds causality too, or offsets: where documents begin when the B·S
-tokens of a microbatch lie in one row.
+One form is a mask that is added to the scores, and holds causality too. The other is offsets: the positions at which
+documents begin when the B·S tokens of a microbatch lie in one row.
 
 Legend: B batch, S sequence, N documents of a microbatch.
 """
@@ -22,24 +22,25 @@ class Documents:
     """
 
     starts: Tensor
-    """For each token the position at which its document starts, [B, S] int32."""
+    """Position at which the document of each token starts, [B, S] int32."""
     offsets: Tensor
-    """Where each document starts in the row of all tokens, `list_offsets`."""
+    """Offset of each document in the row of all tokens, from `list_offsets`."""
 
     @classmethod
     def from_starts(cls, starts_BS: Tensor) -> "Documents":
-        """The documents that `starts_BS`, which lies on the CPU, tells apart."""
+        """The documents that `starts_BS`, which lies on the CPU, describes."""
         return cls(starts_BS, list_offsets(starts_BS))
 
     def pinned(self) -> "Documents":
-        """A copy in memory from which one to a GPU starts without waiting."""
+        """A copy in pinned memory, from which a copy to a GPU starts without waiting."""
         return Documents(self.starts.pin_memory(), self.offsets.pin_memory())
 
 
 def list_offsets(starts_BS: Tensor) -> Tensor:
-    """Where each document starts in the row of all tokens, and where the last one ends, int32.
+    """Offset of each document in the row of all tokens, and the end of the last one, int32.
 
-    N + 1 numbers, the last repeated up to a power of two: those documents are empty, and torch.compile sees few shapes.
+    N + 1 numbers. The last one is repeated up to a power of two: those documents are empty, and torch.compile sees few
+    shapes.
 
     >>> list_offsets(torch.tensor([[0, 0, 2], [0, 1, 1]]))
     tensor([0, 2, 3, 4, 6, 6, 6, 6], dtype=torch.int32)
@@ -52,17 +53,17 @@ def list_offsets(starts_BS: Tensor) -> Tensor:
 
 
 def count_scores(starts_BS: Tensor, length: int) -> Tensor:
-    """The scores that the mask leaves of each chunk of so many queries, in all samples together, [S / length]."""
+    """Number of scores that the mask leaves in each chunk of `length` queries, over all samples, [S / length]."""
     positions_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     return (positions_S + 1 - starts_BS).sum(0).unflatten(0, (-1, length)).sum(1)
 
 
-# An operator, since torch.compile would break its graph at numbers that are read.
+# An operator, since torch.compile would break its graph where numbers are read.
 @torch.library.custom_op("dtlayout::share_positions", mutates_args=())
 def share_positions(starts_BS: Tensor, cp: int) -> Tensor:
-    """The positions that each of `cp` ranks has in all samples of a microbatch, [cp, s], int64 and ascending.
+    """Positions that each of `cp` ranks has, the same in all samples, [cp, s], int64 and ascending.
 
-    Each has as many, of which the mask leaves as many scores as of any other's, or nearly.
+    All ranks have equally many positions, and the mask leaves them equally many scores, or nearly.
     """
     length = chunk_length(starts_BS.shape[1], cp)
     shares = deal_chunks(count_scores(starts_BS, length).tolist(), cp)
@@ -75,9 +76,9 @@ def _(starts_BS: Tensor, cp: int) -> Tensor:
 
 
 def make_mask(starts_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a query may see a key, a token of its document that is not later, and -inf elsewhere, [B, 1, S, S].
+    """Mask [B, 1, S, S]: 0 where a query may see a key (a token of its document that is not later), -inf elsewhere.
 
-    In the format of the scores: a boolean one would be converted, and kept for backward, in each layer.
+    It has the format of the scores: a boolean one would be converted, and kept for backward, in each layer.
     """
     positions_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     is_hidden_BSS = (positions_S > positions_S[:, None]) | (positions_S < starts_BS[..., None])

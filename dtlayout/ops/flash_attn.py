@@ -1,7 +1,7 @@
-"""The flash-attn package as PyTorch's flash attention on CUDA: four operators of aten computed by its functions.
+"""The flash-attn package as PyTorch's flash attention on CUDA: four operators of aten, computed by its functions.
 
-Two are below scaled_dot_product_attention, two below varlen_attn. Autograd, meta functions and everything that calls
-them stay PyTorch's own; K is a multiple of 8 when it comes here. Written for flash-attn 2.7 and 2.8.
+Two are called by scaled_dot_product_attention, two by varlen_attn. Autograd, meta functions and all code that calls the
+operators stay PyTorch's own. K is a multiple of 8 here. Written for flash-attn 2.7 and 2.8.
 
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens of all documents.
 """
@@ -15,9 +15,9 @@ from torch.library import Library
 
 
 class FlashAttn:
-    """flash-attn put under aten's flash attention, forward and backward, for a dispatch key; ImportError without it.
+    """Puts flash-attn under aten's flash attention, forward and backward, for a dispatch key; ImportError without it.
 
-    Its methods have the signatures of aten, around the package's functions, which want [B, S, H, K]. The dispatcher
+    The methods have the signatures of aten, around the package's functions, which want [B, S, H, K]. The dispatcher
     leaves out arguments at the end that have their default; only those of `forward` have any.
     """
 
@@ -30,7 +30,7 @@ class FlashAttn:
         self.library.impl("_flash_attention_backward", self.backward_by_document, dispatch_key)
 
     def remove(self) -> None:
-        """The operators are PyTorch's own again."""
+        """Give the operators back to PyTorch."""
         self.library = None
 
     def forward(
@@ -100,9 +100,9 @@ class FlashAttn:
 
 
 _UNUSED = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-"""What its functions could do beside; nothing but `causal` limits what is seen."""
+"""Arguments for features that are not used: only `causal` limits what a query sees."""
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
-    """1 / √K unless it is given, as it is where K is padded."""
+    """`scale`, or 1 / √K where it is not given; it is given where K is padded."""
     return float(q.shape[-1] ** -0.5 if scale is None else scale)

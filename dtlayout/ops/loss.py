@@ -1,9 +1,9 @@
 """Cross-entropy as a sum over valid tokens, so that the caller can divide by the tokens of the global batch.
 
-One scheme for every kernel: the gradient of the logits is computed in forward, where the loss is, and kept in their own
+All kernels work alike: forward computes the gradient of the logits together with the loss, and keeps it in the logits'
 format; backward only scales it. So neither fp32 logits nor their softmax wait for a backward, and tokens can be taken
 chunk by chunk (cf. arXiv:2410.10989, sec. 3.2). Where a rank holds only some of the vocabulary's columns
-(arXiv:1909.08053, sec. 3), two small all-reduces join what the ranks know of a token, and no rank sees all logits.
+(arXiv:1909.08053, sec. 3), two small all-reduces join the ranks' sums and targets, and no rank sees all logits.
 
 Legend: B batch, S sequence, T tokens, D model width, V the columns of the vocabulary that are here.
 """
@@ -21,19 +21,19 @@ from dtlayout.spec.kernels import count_loss_chunks
 
 
 class Columns:
-    """The columns of the vocabulary that are here: all of them. Tensor parallelism puts another kind in its place."""
+    """The columns of the vocabulary on this rank: all of them. Tensor parallelism puts another class in its place."""
 
     def local(self, weight: Tensor) -> Tensor:
-        """The rows of the head's weight that make these columns."""
+        """Rows of the head's weight that make these columns."""
         return weight
 
     def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a target is among the columns, 0 where it is not, and whether it is."""
+        """Index of each target among these columns, 0 where it is not one of them, and whether it is one."""
         is_here_T = targets_T != IGNORED
         return targets_T.masked_fill(~is_here_T, 0), is_here_T
 
     def join(self, log_sums_T: Tensor, wanted_T: Tensor) -> tuple[Tensor, Tensor]:
-        """log Σ exp over all columns from that over these, and the target's logit from the rank that has it."""
+        """log Σ exp over all ranks' columns, from that over these; the target's logit, from the rank that has it."""
         return log_sums_T, wanted_T
 
 
@@ -43,13 +43,14 @@ TokenLosses = Callable[[Tensor, Tensor, Columns, Tensor | float, Tensor], Tensor
 def token_losses(
     logits_TV: Tensor, targets_T: Tensor, columns: Columns, scale: Tensor | float, gradient_TV: Tensor
 ) -> Tensor:
-    """-log p(target) · scale of each token, 0 where it is IGNORED, [T] in fp32 or finer.
+    """-log p(target) · scale of each token, 0 where the target is IGNORED, [T] in fp32 or finer.
 
-    Its gradient goes to `gradient_TV`: scaled before it is rounded, for a rounded scale would be off everywhere alike.
+    The gradient goes to `gradient_TV`. It is scaled before it is rounded, since a rounded scale would be off in the
+    same direction everywhere.
     """
     exact = torch.promote_types(logits_TV.dtype, torch.float32)
     largest_T = logits_TV.amax(dim=1).to(exact)
-    exponentials_TV = (logits_TV - largest_T[:, None]).exp_()  # exact, since the largest are
+    exponentials_TV = (logits_TV - largest_T[:, None]).exp_()  # exact, since the largest ones are
     sums_T = exponentials_TV.sum(dim=1)
     log_sums_T = largest_T + sums_T.log()
     index_T, is_here_T = columns.locate(targets_T)
@@ -59,26 +60,26 @@ def token_losses(
     scale_T = is_valid_T.to(exact) * scale
     weight_T = (log_sums_T - joint_T).exp() / sums_T * scale_T
     torch.mul(exponentials_TV, weight_T[:, None], out=gradient_TV)
-    # The target's own is p - 1: rounded before the difference, a p close to 1 would leave nothing.
+    # The target's own gradient is p - 1: p is rounded after the difference, since a p close to 1 would leave nothing.
     own_T = exponentials_TV.gather(1, index_T[:, None]).squeeze(1) * weight_T - is_here_T * scale_T
     gradient_TV.scatter_(1, index_T[:, None], own_T[:, None].to(gradient_TV.dtype))
     return (joint_T - wanted_T) * scale_T
 
 
 class Head(nn.Linear):
-    """From hidden states to logits [B, S, V], or to the loss where targets come in."""
+    """Turns hidden states into logits [B, S, V], or into the loss where targets are given."""
 
     def __init__(self, width: int, vocab_size: int, kernel: str, dtype: torch.dtype):
-        """`kernel` is one of `kernels.loss`."""
+        """`kernel` is a value of `kernels.loss`."""
         super().__init__(width, vocab_size, bias=False, dtype=dtype)
         self.function = find_kernel(LossKernel, kernel).load()
         self.columns = Columns()
         self.token_losses: TokenLosses = token_losses
 
     def forward(self, h_BSD: Tensor, targets_BS: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
-        """The loss is the sum of -log p(target) over targets that are not IGNORED, divided by `num_targets`.
+        """The logits; with targets the loss, a scalar in fp32 or finer.
 
-        It is a scalar in fp32 or finer.
+        The loss is the sum of -log p(target) over targets that are not IGNORED, divided by `num_targets`.
         """
         weight_VD = self.columns.local(self.weight)
         if targets_BS is None:
@@ -92,17 +93,17 @@ def eager_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, s
 
 
 def chunked_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
-    """Cross-entropy of logits that are all there, their exact softmax chunk by chunk."""
+    """Cross-entropy of logits that all exist at once; their fp32 softmax is computed chunk by chunk."""
     return _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
 
 
 def linear_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
-    """Cross-entropy of which no more than a chunk of logits is ever there."""
+    """Cross-entropy with only one chunk of logits at a time."""
     return _LinearCrossEntropy.apply(h_TD, weight_VD, targets_T, head, scale)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits that are there; their gradient lies beside them until forward ends."""
+    """Cross-entropy of given logits; their gradient lies beside them until forward ends."""
 
     @staticmethod
     def forward(
@@ -123,7 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
 class _LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy with the head's matmul; forward leaves the gradients of hidden states and weight.
 
-    The weight's is summed over the chunks in its own format.
+    The weight's gradient is summed over the chunks in its own format.
     """
 
     @staticmethod

@@ -35,7 +35,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """liger-kernel's RMSNorm; statistics in fp32."""
-    if type(x) is not Tensor:  # Triton reads memory, of which a tensor of another kind has none of its own
+    if type(x) is not Tensor:  # Triton reads memory, and a wrapper has none of its own
         raise KernelError(
             "kernels.norm=liger runs on this rank's tensors, and a plan hands it sharded ones; give its module the "
             "style sequence, or use kernels.norm=fused"

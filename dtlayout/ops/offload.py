@@ -1,15 +1,15 @@
-"""Copies of a device's tensors in the host's memory, by an operator: whoever counts memory sees where they lie."""
+"""Copies of a device's tensors to the host's memory by one operator, so that memory trackers see where they lie."""
 
 import torch
 from torch import Tensor
 
 COPY_TO_HOST = "dtlayout.copy_to_host.default"
-"""The operator whose result lies in the host's memory, whatever device it says: a CPU has no other."""
+"""Name of the operator whose result lies in the host's memory, whatever device it says: a CPU has no other."""
 
 
 @torch.library.custom_op("dtlayout::copy_to_host", mutates_args=())
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A tensor in the host's memory; beside a GPU it is pinned, and filled when the current stream has come there."""
+    """A copy in the host's memory. From a GPU it is pinned, and filled once the current stream has got there."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
 

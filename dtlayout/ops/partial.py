@@ -1,9 +1,9 @@
-"""Attention of some queries to some keys, with what joins it to their attention to others: the log-sum-exp of scores.
+"""Attention of some queries to some keys, and the log-sum-exp of scores that joins it to attention to other keys.
 
-Where softmax(q·kᵀ)·v over all keys is wanted and only some are here, the part's result and the logarithm L of the sum
-of its exponentials are enough: two parts (o, L) and (o', L') join to L'' = log(e^L + e^L') and
-o'' = e^(L - L'')·o + e^(L' - L'')·o' (arXiv:2112.05682, sec. 2; as flash kernels do inside). Backward of a part needs
-the joined o and L alone: the weights are e^(score - L), as if all keys were here.
+Suppose that softmax(q·kᵀ)·v over all keys is wanted, and only some keys are here. Then the part's result and the
+logarithm L of the sum of its exponentials are enough: two parts (o, L) and (o', L') join to L'' = log(e^L + e^L') and
+o'' = e^(L - L'')·o + e^(L' - L'')·o' (arXiv:2112.05682, sec. 2; flash kernels do the same inside). Backward of a part
+needs only the joined o and L: the weights are e^(score - L), as if all keys were here.
 
 Legend: B batch, H query heads, G key-value heads, R = H / G, X = R·S, S queries, N keys, K head width.
 """
@@ -20,26 +20,29 @@ KernelForward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Slices = tuple[slice, slice]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, ...]]
 _CHUNK_BYTES = 256
-"""Of a chunk's scores of one key, where they are computed in chunks: 64 queries in fp32."""
+"""Bytes of a chunk's scores of one key, where they are computed in chunks: 64 queries in fp32."""
 _SCORES_BYTES = 1 << 20
-"""Of a chunk's scores, unless those of one key-value head are more."""
+"""Bytes of a chunk's scores, unless those of one key-value head need more."""
 _WIDTH = 8
 """Flash kernels on CUDA want K to be a multiple of this."""
 
 
 class Partial(NamedTuple):
-    """A kernel that attends to a part of the keys."""
+    """Forward and backward of a kernel that attends to a part of the keys."""
 
     forward: KernelForward
-    """q [B, H, S, K], k and v [B, G, N, K], and whether a query sees no later key, for S = N → the result [B, H, S, K]
-    and the log-sum-exp [B, H, S]."""
+    """q [B, H, S, K], k and v [B, G, N, K], and whether a query sees no later key (then S = N) → the result [B, H, S,
+    K] and the log-sum-exp [B, H, S]."""
     backward: Backward
-    """The gradient of the joined result, q, k, v, the joined result and log-sum-exp, and whether it is causal → this
-    part's terms of the gradients of q, k and v."""
+    """Gradient of the joined result, q, k, v, the joined result and log-sum-exp, and whether it is causal → this part's
+    terms of the gradients of q, k and v."""
 
 
 def join(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
-    """Add a part to what was joined before, in place; that is in fp32 or finer, 0 and -inf where nothing was seen."""
+    """Add a part to earlier ones, in place.
+
+    `out` and `sums` are fp32 or finer, 0 and -inf where nothing was seen yet.
+    """
     joined = torch.logaddexp(sums, other_sums)
     out.mul_((sums - joined).exp_().unsqueeze(-1)).add_(other_out * (other_sums - joined).exp_().unsqueeze(-1))
     sums.copy_(joined)
@@ -48,7 +51,7 @@ def join(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> No
 def _score_forward(
     q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, is_causal: bool, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """All scores at once; `first` is the number of own keys before the first query."""
+    """Attention with all scores at once; `first` is the number of own keys before the first query."""
     weights_BGXN = _score(q_BHSK, k_BGNK, is_causal, first)
     sums_BGX = weights_BGXN.logsumexp(-1)
     weights_BGXN.sub_(sums_BGX.unsqueeze(-1)).exp_()
@@ -70,7 +73,7 @@ def _score_backward(
 
 
 def _score(q_BHSK: Tensor, k_BGNK: Tensor, is_causal: bool, first: int) -> Tensor:
-    """The scaled scores, of a square with -inf for later keys, [B, G, R·S, N], in fp32 or finer."""
+    """Scaled scores [B, G, R·S, N] in fp32 or finer; -inf for later keys if `is_causal`."""
     exact = torch.promote_types(q_BHSK.dtype, torch.float32)
     scores_BGXN = ((_group(q_BHSK, k_BGNK) * q_BHSK.shape[-1] ** -0.5) @ k_BGNK.mT).to(exact)
     scores_BGRSN = scores_BGXN.unflatten(2, (-1, q_BHSK.shape[2]))
@@ -80,11 +83,11 @@ def _score(q_BHSK: Tensor, k_BGNK: Tensor, is_causal: bool, first: int) -> Tenso
 
 
 def _group(x_BHSK: Tensor, k_BGNK: Tensor) -> Tensor:
-    """With each key-value head the query heads that it serves, one below the other, [B, G, R·S, K]."""
+    """Query heads below each other, [B, G, R·S, K], for each key-value head that serves them."""
     return x_BHSK.unflatten(1, (k_BGNK.shape[1], -1)).flatten(2, 3)
 
 
-# Operators, as ops/blockwise.py is one: what a chunk needs is a cache's, and no tracker's business.
+# Operators, like the one of ops/blockwise.py: a chunk's scores stay in a cache, and memory trackers need not see them.
 @torch.library.custom_op("dtlayout::chunked_part", mutates_args=())
 def _chunk_forward(q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q_BHSK, memory_format=torch.contiguous_format)
@@ -115,7 +118,7 @@ def _chunk_backward(
 
 
 def _chunks(q_BHSK: Tensor, k_BGNK: Tensor) -> Iterator[tuple[Slices, Slices, slice]]:
-    """A sample and some heads, of queries and of keys, with a chunk of queries, until all of them were there."""
+    """(sample and query heads), (sample and key-value heads), chunk of queries: slices for all parts of the work."""
     (num_samples, num_heads, num_queries, _), num_kv_heads = q_BHSK.shape, k_BGNK.shape[1]
     repeats, length = num_heads // num_kv_heads, _CHUNK_BYTES // q_BHSK.element_size()
     at_once = max(1, _SCORES_BYTES // (_CHUNK_BYTES * repeats * k_BGNK.shape[2]))
@@ -158,7 +161,7 @@ def _flash_backward(
             upstream, q_BHSK, k_BGNK, v_BGNK, out, sums, 0.0, is_causal, scale=scale
         )
     padded = [_pad(t) for t in (upstream, q_BHSK, k_BGNK, v_BGNK, out)]
-    whole_sums = sums.contiguous()  # kernels take it for a block of memory
+    whole_sums = sums.contiguous()  # kernels read it as one block of memory
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BHSK.device)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *padded, whole_sums, None, None, q_BHSK.shape[2], k_BGNK.shape[2], 0.0, is_causal, no_dropout, no_dropout,
@@ -172,8 +175,8 @@ def _pad(x: Tensor) -> Tensor:
 
 
 SCORES = Partial(_score_forward, _score_backward)
-"""All scores of a part at once; everywhere."""
+"""Computes all scores of a part at once; runs on any device."""
 CHUNKS = Partial(_chunk_forward, _chunk_backward)
-"""A few rows of scores at a time, for a CPU's cache; everywhere."""
+"""Computes a few rows of scores at a time, for a CPU's cache; runs on any device."""
 FLASH = Partial(_flash_forward, _flash_backward)
-"""PyTorch's flash kernels, or whichever implementation is active."""
+"""PyTorch's flash kernels, or the implementation that is active."""

@@ -15,10 +15,10 @@ from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 
 class RotaryEmbedding(nn.Module):
-    """The tables cos and sin, [max_seq_len, K], of every position's angles, or of those that `hold` names.
+    """Tables cos and sin, [max_seq_len, K], of the angles at every position, or at those that `hold` names.
 
-    They are derived data: not in any checkpoint, and filled by `reset_buffers` after a module built on the meta device
-    has got its memory.
+    The tables are derived data, and in no checkpoint. A module built on the meta device has no values in them: once it
+    has got its memory, call `reset_buffers`.
     """
 
     cos: Tensor
@@ -30,7 +30,7 @@ class RotaryEmbedding(nn.Module):
         self.max_seq_len = max_seq_len
         self.positions: tuple[range, ...] = (range(max_seq_len),)
         self.find_positions: Callable[[Documents], Tensor] | None = None
-        """Where the tokens at hand stand, [s], if documents decide that."""
+        """Function from documents to this rank's positions, [s]; None where documents don't decide them."""
         self.table_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell far positions apart
         table = torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype)
         self.register_buffer("cos", table, persistent=False)
@@ -38,7 +38,7 @@ class RotaryEmbedding(nn.Module):
         self.reset_buffers()
 
     def hold(self, positions: tuple[range, ...]) -> None:
-        """Tables of these positions alone, in this order; a row is for the token that is there."""
+        """Keep tables of these positions only, in this order, one row for each token that this rank has."""
         self.positions = positions
         for name in ("cos", "sin"):
             table = getattr(self, name).new_empty(sum(map(len, positions)), self.shape.head_width)
@@ -46,7 +46,7 @@ class RotaryEmbedding(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Compute both tables on the device where they lie."""
+        """Compute both tables on their device."""
         if self.cos.is_meta:
             return
         cos, sin = self._compute(torch.cat([torch.arange(each.start, each.stop) for each in self.positions]))
@@ -54,7 +54,7 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(sin)
 
     def tables(self, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        """cos and sin for the tokens at hand, which are of these documents."""
+        """cos and sin for the tokens of this rank, which belong to these documents."""
         if documents is None or self.find_positions is None:
             return self.cos, self.sin
         return self._compute(self.find_positions(documents))
@@ -66,14 +66,14 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Radians per position of each pair of a head's dimensions, [K/2], float64: theta^(-2i/K), or stretched."""
+    """Radians per position for each pair of a head's dimensions, [K/2], float64: theta^(-2i/K), or stretched."""
     exponents = torch.arange(0, shape.head_width, 2, dtype=torch.float64, device="cpu") / shape.head_width
     frequencies = shape.rope_theta**-exponents
     return stretch_frequencies(frequencies, shape.rope_scaling) if shape.rope_scaling else frequencies
 
 
 def stretch_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's rule: long wavelengths become `factor` times longer, short ones stay, in between a linear blend."""
+    """Frequencies by Llama 3's rule: long wavelengths grow by `factor`, short ones stay, a linear blend between."""
     turns = scaling.original_context * frequencies / (2 * math.pi)  # turns within the original context
     kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
@@ -96,7 +96,8 @@ def eager_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tupl
 def liger_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by liger-kernel, in fp32 or finer.
 
-    It writes over its inputs without telling autograd, and selective recomputation keeps these: so it gets copies.
+    The kernel overwrites its inputs without telling autograd, and selective recomputation keeps these inputs. So it
+    gets copies.
     """
     from liger_kernel.ops.rope import LigerRopeFunction
 

@@ -1,6 +1,6 @@
-"""Causal attention to one document after the other: PyTorch's varlen_attn, on whichever flash implementation is active.
+"""Causal attention in one document after the other: PyTorch's varlen_attn, with the active flash implementation.
 
-Importing this loads the whole of torch.compile, which takes seconds: import it where documents come.
+Importing this loads the whole of torch.compile, which takes seconds: import it only where there are documents.
 
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T = B·S tokens.
 """
@@ -13,16 +13,16 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 _GROUPING: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Torch 2.11 groups queries without being told; later ones want to be."""
+"""Arguments for grouped queries: torch 2.11 groups them without being told, later versions must be told."""
 _WIDTH = 8
-"""Flash kernels want K to be a multiple of this; SDPA sees to it itself."""
+"""Flash kernels want K to be a multiple of this; SDPA pads K itself."""
 
 
 def attend_by_document(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, offsets: Tensor) -> Tensor:
-    """`causal_attention` of each document alone, [B, H, S, K]; `offsets` are those of `documents.list_offsets`."""
+    """`causal_attention` inside each document, [B, H, S, K]; `offsets` come from `documents.list_offsets`."""
     batch, _, seq_len, width = q_BHSK.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSK, k_BGSK, v_BGSK))
-    if width % _WIDTH:  # not otherwise, since it copies
+    if width % _WIDTH:  # only then, since padding copies
         rows = (F.pad(x, (0, -width % _WIDTH)) for x in rows)
     q_THK, k_TGK, v_TGK = (x.contiguous() for x in rows)
     out_THK = varlen_attn(

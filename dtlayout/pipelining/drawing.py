@@ -1,9 +1,10 @@
 """A pipeline's timeline as text and as a trace. Pure Python.
 
-As text a rank is a row and a column some time: what a rank does most of it is `F`, `B`, `I` or `W`, torch's letters for
-forward, backward and the two parts of a backward, small ones on the rank's second and every further stage, and `.`
-where it waits; below it, where they were recorded, what it gathers, reduces and has asked for as `g`, `r` and `m`. The
-trace is the JSON of Chrome's trace event format, which Perfetto (https://ui.perfetto.dev) opens.
+In the text a rank is a row, and a column is some time. A column shows the letter of the action that takes most of it:
+`F`, `B`, `I` or `W`, torch's letters for forward, backward and the two parts of a backward. Letters are small on the
+rank's second and every further stage, and `.` means that the rank waits. Where transfers were recorded, a row below
+shows what the rank gathers (`g`), reduces (`r`) and has asked for (`m`). The trace is the JSON of Chrome's trace event
+format, which Perfetto (https://ui.perfetto.dev) opens.
 """
 
 from collections import defaultdict
@@ -19,7 +20,7 @@ from dtlayout.schedules.placement import Placement
 WAITS = "."
 _MICROSECONDS = 1e6
 _ROUNDED = 1e-6
-"""Of a column, by which the last one may be too long."""
+"""Part of a column by which the last column may be too long, so that rounding adds no column."""
 
 
 def draw(timeline: Timeline, placement: Placement, column_s: float) -> list[str]:
@@ -33,7 +34,7 @@ def draw(timeline: Timeline, placement: Placement, column_s: float) -> list[str]
 
 
 def draw_transfers(timeline: Timeline, column_s: float) -> list[str]:
-    """As `draw`, what each rank gathers, reduces and has asked for; none where nobody has recorded it."""
+    """A row like those of `draw` for the transfers of each rank; none where nobody has recorded transfers."""
     rows = [[(each.name[0], each.start, each.end) for each in rank] for rank in timeline.transfers]
     return _draw_rows(rows, timeline.total_s, column_s)
 
@@ -43,10 +44,10 @@ def _draw_rows(rows: Sequence[Sequence[tuple[str, float, float]]], total_s: floa
     return ["".join(_draw_row(row, column_s, width)) for row in rows]
 
 
-def _draw_row(pieces: Sequence[tuple[str, float, float]], column_s: float, width: int) -> Iterator[str]:
-    """The letter of what takes most of each column."""
+def _draw_row(works: Sequence[tuple[str, float, float]], column_s: float, width: int) -> Iterator[str]:
+    """For each column the letter of the work that takes most of it."""
     shown_s = [defaultdict[str, float](float) for _ in range(width)]
-    for letter, start, end in pieces:
+    for letter, start, end in works:
         for column in range(max(0, int(start / column_s)), min(width, ceil(end / column_s))):
             start_s, end_s = column * column_s, (column + 1) * column_s
             shown_s[column][letter] += min(end_s, end) - max(start_s, start)
@@ -56,7 +57,7 @@ def _draw_row(pieces: Sequence[tuple[str, float, float]], column_s: float, width
 
 
 def to_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """A trace with a process for each pipeline rank of each timeline, which has its name; times in microseconds."""
+    """A trace with a process for each pipeline rank of each timeline, by its name; times in microseconds."""
     names, events = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, timeline in timelines.items():
         of = "" if timeline.knows_time else ", the whole drawn as 1 s"
@@ -78,7 +79,7 @@ def _to_event(span: Span, process: int) -> dict[str, Any]:
 
 
 def _to_async_events(transfer: Transfer, process: int, number: int) -> Iterator[dict[str, Any]]:
-    """Its beginning and its end: unlike actions, transfers overlap."""
+    """Begin and end events of a transfer: unlike actions, transfers overlap."""
     for phase, seconds in (("b", transfer.start), ("e", transfer.end)):
         yield {
             "name": transfer.name, "cat": "transfer", "ph": phase, "id": number, "pid": process, "tid": 0,

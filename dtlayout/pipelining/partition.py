@@ -1,6 +1,6 @@
-"""Which blocks make which pipeline stage: contiguous runs whose costliest stage is as cheap as can be.
+"""Partition of a model's blocks into pipeline stages: contiguous runs whose costliest stage is as cheap as can be.
 
-Costs come in as plain numbers (seconds, FLOPs, bytes: the caller's choice), so that this file needs no cost model.
+Costs are plain numbers (seconds, FLOPs, bytes: the caller's choice), so that this file needs no cost model.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from dtlayout.spec.model_shape import ModelShape
 
 
 class LayerCosts(NamedTuple):
-    """What the pieces of a model cost, in any one unit."""
+    """Costs of the parts of a model, all in one unit."""
 
     block: float
-    """Each block: all of a model's are alike."""
+    """Cost of each block: all blocks of a model are alike."""
     num_blocks: int
     """Blocks of the model."""
     embedding: float = 0.0
-    """Added to the first stage."""
+    """Cost of the embedding, added to the first stage."""
     head: float = 0.0
-    """Added to the last stage."""
+    """Cost of the head, added to the last stage."""
 
 
 class StageSlice(NamedTuple):
@@ -34,9 +34,9 @@ class StageSlice(NamedTuple):
     layers: range
     """Blocks, counted over the whole model."""
     embedding: bool
-    """Whether it turns tokens into vectors."""
+    """Whether the stage turns tokens into vectors."""
     head: bool
-    """Whether it holds the final norm, the head and the loss."""
+    """Whether the stage holds the final norm, the head and the loss."""
 
 
 def layer_costs(model: ModelShape, batch: Batch) -> LayerCosts:
@@ -46,12 +46,12 @@ def layer_costs(model: ModelShape, batch: Batch) -> LayerCosts:
 
 
 def partition(costs: LayerCosts, layout: Layout) -> list[StageSlice]:
-    """Cut the model into `layout.num_stages` slices: as `layout.stage_layers` says, else by cost."""
+    """The `layout.num_stages` slices of the model: as `layout.stage_layers` says, else balanced by cost."""
     return to_slices(layout.stage_layers or balance_stages(costs, layout.num_stages))
 
 
 def to_slices(counts: Sequence[int]) -> list[StageSlice]:
-    """The slices of stages with so many blocks each, the inverse of `count_blocks`."""
+    """The slices of stages with these numbers of blocks, the inverse of `count_blocks`."""
     ends = list(accumulate(counts))
     last = len(counts) - 1
     return [
@@ -63,8 +63,9 @@ def to_slices(counts: Sequence[int]) -> list[StageSlice]:
 def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is cheapest and, among those, the squares add up to least.
 
-    The costliest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has at least
-    one block. Each further block goes to the stage that is cheapest with it, the last of equals: that does both.
+    The costliest stage sets the pace of a pipeline; the second rule spreads the rest evenly. A stage has at least one
+    block. Each further block goes to the stage that is cheapest with it, and to the last one of equals: that fulfils
+    both rules.
 
     >>> balance_stages(LayerCosts(block=1.0, num_blocks=8, head=1.5), 4)
     (2, 2, 3, 1)
@@ -72,7 +73,8 @@ def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     assert 1 <= num_stages <= costs.num_blocks, "Layout.problems refuses more stages than blocks"
     ends = [0.0] * num_stages
     ends[0], ends[-1] = costs.embedding, ends[-1] + costs.head
-    # What each stage surely gets needs no dealing out: an equal number less one block, and less what its end costs.
+    # Blocks that each stage surely gets are not dealt out singly: an equal share less one, and less the cost of its
+    # end.
     equal = costs.num_blocks // num_stages - 1
     counts = [max(1, equal - ceil(end / costs.block)) for end in ends]
     heap = [(end + count * costs.block, -stage) for stage, (end, count) in enumerate(zip(ends, counts, strict=True))]

@@ -1,9 +1,9 @@
-"""Runtime: executes a schedule's actions on this rank's stages. One stage without a pipeline is the same thing.
+"""Runtime: executes a schedule's actions on this rank's stages. A single stage without a pipeline is run the same way.
 
-A stage is any module that takes a tensor and gives one; the last one also takes the keyword arguments of `step` and
-gives the loss, a scalar. What every stage needs of a microbatch beside that tensor is its context, a second argument.
-Gradients add up in the parameters; when they are summed over data-parallel ranks is the business of the GradientSync
-that comes with each stage.
+A stage is any module that takes a tensor and gives one. The last stage also takes the keyword arguments of `step`, and
+gives the loss, a scalar. A second argument is the context of a microbatch, which every stage needs besides that tensor.
+Gradients add up in the parameters; the GradientSync of each stage decides when they are summed over data-parallel
+ranks.
 """
 
 from collections import defaultdict, deque
@@ -29,11 +29,11 @@ _FORWARD_ALONE = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
 
 
 PassKey = tuple[bool, int, int]
-"""A forward or else a backward, its stage and its microbatch."""
+"""(True for a forward or False for a backward, stage, microbatch)."""
 
 
 class BackwardHook(Protocol):
-    """What the runtime needs of plans.fsdp.GradientSync."""
+    """Methods of plans.fsdp.GradientSync that the runtime calls."""
 
     def expect_split_backwards(self) -> None: ...
 
@@ -49,11 +49,11 @@ class BackwardHook(Protocol):
 def build_runtime(
     modules: Sequence[nn.Module], schedule: Schedule, sync: Sequence[BackwardHook], mesh: DeviceMesh, boundary: Boundary
 ) -> "Runtime":
-    """The runtime of this rank.
+    """The runtime of this rank; DtlayoutError if the numbers of modules or hooks don't match the schedule.
 
-    `modules` are those of `schedule.placement.stages_of(rank)`, in that order; where the schedule splits backwards,
-    their linear layers are changed in place (split_backward.py). `sync` is what `apply_plan` gave for each, or empty
-    where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match.
+    `modules` are those of `schedule.placement.stages_of(rank)`, in that order. Where the schedule splits backwards,
+    their linear layers are changed in place (split_backward.py). `sync` has the result of `apply_plan` for each module.
+    It is empty where only autograd deals with gradients.
     """
     rank = mesh[PP].get_local_rank()
     stages = schedule.placement.stages_of(rank)
@@ -71,18 +71,18 @@ class Runtime:
     """Runs steps; holds nothing from one step to the next."""
 
     modules: dict[int, nn.Module]
-    """This rank's stages."""
+    """Stage → module, for this rank's stages."""
     sync: dict[int, BackwardHook]
-    """Their hooks, if they have any."""
+    """Stage → hook, for the stages that have one."""
     schedule: Schedule
     mesh: DeviceMesh
     boundary: Boundary
     before_action: Callable[[Action | None], None] = lambda action: None
-    """Called with each action before it is executed, and with None after the last; for those who measure."""
+    """Called with each action before it is executed, and with None after the last action; for measurements."""
     after_input: Callable[[], None] = lambda: None
-    """Called in each forward and backward once what it waits for is there: what it does from then on is its work."""
+    """Called in each forward and backward once its input is there: the time from then on is its own work."""
     before_work: Callable[[PassKey, PassKey | None], None] = lambda work, following: None
-    """Called before each forward and backward of a step with the one that the rank does then; for plans.offload."""
+    """Called before each forward and backward of a step, with that pass and the rank's next one; for plans.offload."""
 
     def __post_init__(self) -> None:
         self.group = self.mesh[PP].get_group()
@@ -90,7 +90,7 @@ class Runtime:
         self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
         splits = any(a.kind is Kind.BACKWARD_WEIGHT for a in self.actions)
         self.weights = {stage: StageWeights(module) for stage, module in self.modules.items()} if splits else {}
-        """The linear layers of stages whose backwards are split."""
+        """Linear layers of each stage, if the schedule splits backwards."""
         if splits:
             for sync in self.sync.values():
                 sync.expect_split_backwards()
@@ -100,11 +100,11 @@ class Runtime:
     def step(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
 
-        `inputs` [microbatches · B, …] go to the first stage. Of `contexts`, one for each microbatch or none at all,
-        every stage gets the one of its microbatch, as it is; ranks send them nowhere, so each brings the same. Of the
-        keyword arguments, which go to the last stage, tensors with as many rows as `inputs` are split with them;
-        whatever else is handed on as it is. DtlayoutError if the rows do not make equal microbatches, or if there are
-        more or fewer contexts.
+        `inputs` [microbatches · B, …] go to the first stage. `contexts` has one entry for each microbatch, or none at
+        all. Every stage gets the context of its microbatch unchanged. Ranks do not send contexts, so each rank must
+        bring the same. `targets` go to the last stage: tensors with as many rows as `inputs` are split with them, other
+        values are handed on unchanged. DtlayoutError if the rows do not make equal microbatches, or if there are more
+        or fewer contexts.
         """
         step = self._begin(inputs, contexts, targets, trains=True)
         for action in self.actions:
@@ -118,7 +118,10 @@ class Runtime:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
-        """As `step`, forwards alone, in the schedule's order: what is left of one cannot deadlock either."""
+        """Forwards alone, with the arguments and the result of `step`.
+
+        Their order is the schedule's, from which backwards are left out: it cannot deadlock either.
+        """
         step = self._begin(inputs, contexts, targets, trains=False)
         for action in self.actions:
             if action.kind in _FORWARD_ALONE:
@@ -153,7 +156,7 @@ class _Step:
     contexts: Sequence[Any]
     targets: Sequence[dict[str, Any]]
     trains: bool
-    """Whether backwards follow."""
+    """Whether the step has backwards; False in evaluation."""
     received: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     to_send: dict[Action, Tensor] = field(default_factory=dict)
     sending: dict[int, deque[tuple[Tensor, dist.Work]]] = field(default_factory=lambda: defaultdict(deque))
@@ -177,7 +180,7 @@ class _Step:
                 self._receive(action)
 
     def finish(self) -> Tensor | None:
-        """Wait for the last messages."""
+        """Wait for the last messages; the loss, where the last stage is here."""
         for queue in self.sending.values():
             for _, work in queue:
                 work.wait()
@@ -192,14 +195,14 @@ class _Step:
         self.runtime.after_input()
         if stage > 0 and self.trains:
             x.requires_grad_()
-        context = self.contexts[i : i + 1]  # none where there are none
+        context = self.contexts[i : i + 1]  # empty where there are no contexts
         output = self.runtime.modules[stage](x, *context, **(self.targets[i] if is_last else {}))
         if is_last:
             self.loss = output.detach() if self.loss is None else self.loss + output.detach()
         else:
             _check_boundary(output, self.runtime.boundary, stage)
             self._hand_on(Action(Kind.SEND_FORWARD, stage, i), output.detach())
-        if self.trains:  # the edge is enough for backward; the output's memory goes when its message has gone
+        if self.trains:  # the edge is enough for backward; the output's memory is freed when its message has gone
             self.pending_backward[stage, i] = (x, get_gradient_edge(output))
 
     def _backward(self, action: Action) -> None:
@@ -220,7 +223,7 @@ class _Step:
             sync.after_weight_backward(is_last=action in self.runtime.last_backwards)
 
     def _run_backward(self, action: Action) -> None:
-        """Autograd's pass through a stage; the gradient of its input is handed on."""
+        """Run autograd through a stage, and hand on the gradient of its input."""
         stage, i = action.stage, action.microbatch
         x, edge = self.pending_backward.pop((stage, i))
         is_last = stage == self.runtime.schedule.placement.num_stages - 1
@@ -266,7 +269,7 @@ def _to_work(action: Action) -> PassKey:
 
 
 def _check_boundary(output: Tensor, boundary: Boundary, stage: int) -> None:
-    """A message of another size than its receiver expects would kill the process in the transport."""
+    """Refuse a message of another size than its receiver expects: it would kill the process in the transport."""
     if (tuple(output.shape), output.dtype) != (boundary.shape, boundary.dtype):
         raise DtlayoutError(
             f"stage {stage} gives {tuple(output.shape)} {output.dtype}, but the boundary says {boundary.shape} "

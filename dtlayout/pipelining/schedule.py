@@ -1,13 +1,14 @@
 """Schedule: for each pipeline rank the list of actions that make one step, messages among them. Data, no torch.
 
 A record of `dtlayout.schedules.schedules` orders forwards and backwards, `timing.simulate` times them, and
-`_add_messages` adds the sends and receives that connect them. Between two stages of one rank there is none.
+`_add_messages` adds the sends and receives that connect them. Two stages of one rank need no message.
 
 [Note: one global order of messages]
-A send may block until its receive is posted, and one pair of ranks carries its messages in order. So both ends of every
-message are placed at one moment of the simulated step, the moment at which its producer ends, and each rank's list is
-what one global order of all actions leaves for that rank. Whoever executes the list from front to back, however
-blocking the messages are, cannot deadlock: the globally first unfinished action has all it waits for.
+A send may block until its receive is posted, and a pair of ranks carries its messages in order. So both ends of every
+message are placed at one moment of the simulated step, the moment at which its producer ends. Each rank's list is then
+the part of one global order of all actions that belongs to that rank. A rank that executes its list from front to back
+cannot deadlock, however blocking the messages are: the globally first unfinished action has all inputs that it waits
+for.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.layout import Layout
 
 SENDS_IN_FLIGHT = 2
-"""Messages that a rank may have under way to one neighbour before it waits for the oldest, which bounds the memory they
-hold. The order of messages makes waiting safe: see [Note: one global order of messages]."""
+"""Messages that a rank may have under way to one neighbour before it waits for the oldest. That bounds the memory that
+they hold. The order of messages makes waiting safe: see [Note: one global order of messages]."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def make_schedule(layout: Layout, batch: Batch) -> Schedule:
 
 
 def _add_messages(orders: Sequence[Sequence[Action]], placement: Placement) -> tuple[tuple[Action, ...], ...]:
-    """Put both ends of every message where [Note: one global order of messages] says; a backward lasts two forwards."""
+    """Actions with both ends of every message at their place, [Note: one global order of messages].
+
+    A backward is taken to last as long as two forwards.
+    """
     spans = simulate(orders, placement, lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0)
     # (time, 0 for a message and 1 for work that starts then, producer): equal on both ends of a message
     timed: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in orders]
@@ -66,6 +70,6 @@ def _add_messages(orders: Sequence[Sequence[Action]], placement: Placement) -> t
 
 
 def receive_of(send: Action) -> Action:
-    """The other end of a message."""
+    """The receive that belongs to a send."""
     is_gradient = send.kind is Kind.SEND_BACKWARD
     return Action(RECEIVE[is_gradient], send.stage + (-1 if is_gradient else 1), send.microbatch)

@@ -1,11 +1,12 @@
-"""Backwards in two parts: gradients of the inputs of a stage now, those of its linear layers' weights when it has time.
+"""Backwards in two parts: gradients of a stage's inputs now, gradients of its linear layers' weights later.
 
-While a stage's weights are put off, the backward of each linear layer makes the gradient of its input alone, and keeps
-what those of its weight and bias are made of: its input, and the gradient of its output. So autograd goes through the
-stage once, and nothing is computed again for the second part, recomputed blocks included. What is no linear layer (the
-norms, the embedding, the head with its loss) has its gradients with the first part.
+While the weights of a stage are put off, the backward of each linear layer makes only the gradient of its input. It
+keeps the two tensors from which the gradients of its weight and bias are made: its input, and the gradient of its
+output. So autograd goes through the stage once, and nothing is computed again for the second part, recomputed blocks
+included. All other modules (the norms, the embedding, the head with its loss) make their gradients in the first part.
 
-What is put off is kept beside the graph, of which a compiler would not know; layouts that compile blocks are refused.
+The tensors that are put off lie outside the graph, and a compiler would not know of them; layouts that compile blocks
+are refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,17 +23,17 @@ from dtlayout.ops.linear import SplittableLinear
 
 
 class DelayedWeightGradient(NamedTuple):
-    """What the gradients of a linear layer's weight [N, D], and of its bias [N], are made of."""
+    """Tensors from which the gradients of a linear layer's weight [N, D], and of its bias [N], are made."""
 
     edges: Sequence[GradientEdge]
-    """Where they go in the graph: to the parameters, or to what made this rank's part of them."""
+    """Places in the graph that take the gradients: parameters, or the operators that made this rank's part."""
     x: Tensor
-    """[…, D]."""
+    """Input of the layer, […, D]."""
     gradient: Tensor
-    """That of the output, […, N]."""
+    """Gradient of the output, […, N]."""
 
     def make(self) -> list[Tensor]:
-        """The gradients."""
+        """Gradient of the weight and, where the layer has a bias, of the bias."""
         gradient_TN = self.gradient.flatten(0, -2)
         made = [gradient_TN.t() @ self.x.flatten(0, -2), gradient_TN.sum(0)]
         return made[: len(self.edges)]
@@ -42,9 +43,9 @@ class StageWeights:
     """The linear layers of a stage, whose weights' gradients can be put off."""
 
     def __init__(self, stage: nn.Module):
-        """They compute what they did before. A linear layer of somebody's own class is left as it is, and never waits.
+        """Changes the linear layers of `stage` in place; they compute the same as before.
 
-        `stage` is changed in place.
+        A linear layer of a class of its own is left as it is, and its weights are never put off.
         """
         self._put_off: list[DelayedWeightGradient] | None = None
         for module in stage.modules():
@@ -55,7 +56,7 @@ class StageWeights:
 
     @contextmanager
     def put_off(self) -> Iterator[list[DelayedWeightGradient]]:
-        """Of backwards within this block, the list of what is left to do, for `accumulate`."""
+        """While this context is open, backwards put their weights' gradients off; the list is for `accumulate`."""
         found: list[DelayedWeightGradient] = []
         self._put_off = found
         try:
@@ -64,7 +65,7 @@ class StageWeights:
             self._put_off = None
 
     def gradients(self, work: DelayedWeightGradient) -> Sequence[Tensor | None]:
-        """Those of weight and bias, or none now."""
+        """Gradients of weight and bias; None for each while they are put off."""
         if self._put_off is None:
             return work.make()
         self._put_off.append(work)
@@ -81,19 +82,20 @@ class StageWeights:
 
 @torch.no_grad()
 def accumulate(put_off: list[DelayedWeightGradient]) -> None:
-    """Add what was put off to the gradients of the weights, and empty the list."""
+    """Add the gradients that were put off to those of the weights, and empty the list."""
     while put_off:
         _make(put_off.pop())
 
 
 def _make(work: DelayedWeightGradient) -> None:
-    """A parameter takes its gradient, which has its format, as its own: autograd would copy what is held here too.
+    """Add one layer's gradients to its parameters. A parameter without a gradient takes the tensor itself, not a copy.
 
-    Where tp has made this rank's part of a parameter, autograd goes on from there.
+    autograd would copy a tensor that is still referenced here. Where tp has made this rank's part of a parameter,
+    autograd goes on from there.
     """
     edges, gradients = [], []
     for edge, gradient in zip(work.edges, work.make(), strict=True):
-        parameter = getattr(edge.node, "variable", None)  # of the node that ends a graph at a leaf
+        parameter = getattr(edge.node, "variable", None)  # the node that ends a graph at a leaf has its parameter
         if parameter is None:
             edges.append(edge)
             gradients.append(gradient)
@@ -121,5 +123,5 @@ class _Linear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_input = gradients[0] @ weight if ctx.needs_input_grad[2] else None
-        # As it was saved it would keep the graph behind it, and so the input of the stage and the gradient of that.
+        # Saved as it was, x would keep the graph behind it, and so the stage's input and the gradient of that.
         return None, None, of_input, *ctx.stage.gradients(DelayedWeightGradient(ctx.edges, x.detach(), gradients[0]))

@@ -1,4 +1,4 @@
-"""Build the module of a pipeline stage, and say what crosses its edges."""
+"""The module of a pipeline stage, and the tensors that go from one stage to the next."""
 
 import pkgutil
 from collections.abc import Container
@@ -18,7 +18,7 @@ from dtlayout.spec.precision import Precision
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensor that one stage hands to the next for a microbatch, and gets the gradient of."""
+    """Shape and format of the tensor that one stage hands to the next for a microbatch, and of its gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ def build_stage(
     model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice,
     left_out: Container[int] = (),
 ) -> nn.Module:  # fmt: skip
-    """The stage's part of the model on the meta device but for some blocks, in the dtype of the master parameters."""
+    """The stage's part of the model without `left_out` blocks, on the meta device, in the master weights' dtype."""
     module = find_family(model.family).module
     build = pkgutil.resolve_name(module) if isinstance(module, str) else module
     with torch.device("meta"):
@@ -39,7 +39,9 @@ def build_stage(
 
 
 def stage_boundary(model: ModelShape, layout: Layout, batch: Batch, precision: Precision) -> Boundary:
-    """Hidden states of a microbatch, [B, s, D], of a cp rank's tokens; with sequence parallelism each tp rank sends its
-    part of them."""
+    """Hidden states of a microbatch, [B, s, D], where s are a cp rank's tokens.
+
+    With sequence parallelism each tp rank sends its part of them, and s is that part.
+    """
     local_seq_len = batch.seq_len // layout.cp // (layout.tp if layout.shards_sequence else 1)
     return Boundary((layout.micro_batch, local_seq_len, model.hidden_size), getattr(torch, precision.compute))

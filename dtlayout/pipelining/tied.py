@@ -1,6 +1,6 @@
-"""Tied embeddings of which two stages hold a copy each: the first one embeds, the last one projects.
+"""Tied embeddings, of which the first and the last stage hold a copy each: the first one embeds, the last one projects.
 
-Both copies start equal and get the same gradient, the sum of both uses, so that the same update keeps them equal.
+Both copies start equal and get the same gradient, the sum of both uses, so the same update keeps them equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,10 @@ def sum_tied_gradients(
         if peer == rank:  # both ends are here
             _local_gradient(modules, second).copy_(gradient.add_(_local_gradient(modules, second)))
             continue
-        sent = gradient.to(device)  # of which the host may have it, whose memory the group does not send from
+        sent = gradient.to(device)  # offload may keep the gradient on the host, from which the group cannot send
         other = torch.empty_like(sent)
-        # Not as one batch: NCCL opens the communicator of the whole group for it, and waits for ranks that don't come.
+        # Not as one batch: NCCL would open the communicator of the whole group for it, and wait for ranks that don't
+        # come.
         exchange: list[Callable[[], Any]] = [
             partial(dist.send, sent, group=group, group_dst=peer),
             partial(dist.recv, other, group=group, group_src=peer),

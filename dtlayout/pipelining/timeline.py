@@ -1,4 +1,4 @@
-"""Timeline: when each pipeline rank works on what, as it is predicted or as a run has recorded it. Pure Python."""
+"""Timeline: the times at which each pipeline rank works on each action, predicted or recorded in a run. Pure Python."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from dtlayout.pipelining.timing import Span
 from dtlayout.schedules.actions import Action, Kind
 
 _SLOW = 1.25
-"""Times as long as the other stages let expect, from which on a stage is called slow."""
+"""A stage is called slow from this multiple on of the time that the other stages let expect."""
 _LEGIBLE = 1 / 3
-"""Of the longest timeline's time, from which on a shorter one is drawn on the same scale."""
+"""Share of the longest timeline's time. A timeline that is shorter than that is drawn on a scale of its own."""
 
 
 class Transfer(NamedTuple):
-    """What comes to a rank or goes through it beside its actions."""
+    """Communication of a rank that runs beside its actions."""
 
     name: str
-    """gather, of parameters, or reduce, of gradients, or message, from another stage."""
+    """gather (of parameters), reduce (of gradients) or message (from another stage)."""
     start: float
     end: float
 
@@ -30,13 +30,13 @@ class SlowStage(NamedTuple):
     stage: int
     rank: int
     measured_s: float
-    """Forward and backward of a microbatch, the median of a step."""
+    """Seconds of forward and backward of a microbatch, the median over a step."""
     expected_s: float
-    """The prediction, times what the other stages took of theirs."""
+    """Predicted seconds, times the ratio of measured to predicted seconds of the other stages."""
 
 
 def find_scales(timelines: Mapping[str, "Timeline"]) -> dict[str, float]:
-    """Seconds that the width of each picture stands for: the longest's for all on which something can be seen."""
+    """Seconds that a picture's full width stands for: the longest timeline's, if this one stays legible."""
     longest_s = max((timeline.total_s for timeline in timelines.values() if timeline.knows_time), default=0.0)
     return {
         name: longest_s if timeline.knows_time and timeline.total_s >= _LEGIBLE * longest_s else timeline.total_s
@@ -46,37 +46,37 @@ def find_scales(timelines: Mapping[str, "Timeline"]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step's forwards and backwards of a pipeline; its first one begins at 0 s."""
+    """Forwards and backwards of one step of a pipeline; the first one begins at 0 s."""
 
     spans: Sequence[Sequence[Span]]
-    """Of each pipeline rank, in their order."""
+    """Actions of each pipeline rank, in their order."""
     transfers: Sequence[Sequence[Transfer]] = ()
-    """Of each pipeline rank, where they were recorded."""
+    """Transfers of each pipeline rank; empty where they were not recorded."""
     knows_time: bool = True
-    """Whether its numbers are seconds; else they are shares of the whole."""
+    """Whether the numbers are seconds; else they are shares of the whole step."""
 
     @property
     def total_s(self) -> float:
-        """From the beginning of the first action to the end of the last one."""
+        """Time from the beginning of the first action to the end of the last one."""
         return max(rank[-1].end for rank in self.spans)
 
     @property
     def waits_s(self) -> list[float]:
-        """How long each rank does nothing of them."""
+        """Idle time of each rank."""
         return [self.total_s - sum(span.end - span.start for span in rank) for rank in self.spans]
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which the busiest rank waits."""
+        """Share of the time in which the busiest rank is idle."""
         return min(self.waits_s) / self.total_s
 
     def describe(self) -> str:
-        """How long it is, where that is known, and its bubble."""
+        """A sentence with the length of the step, where that is known, and its bubble."""
         whole = f"{self.total_s:.3g} s, of which " if self.knows_time else "of it "
         return f"{whole}the busiest rank waits {self.bubble:.1%}"
 
     def without_time(self) -> "Timeline":
-        """The same timeline with shares of the whole in the place of seconds."""
+        """A timeline whose times are shares of the whole step."""
         whole = self.total_s
         spans = [
             [each._replace(start=each.start / whole, end=each.end / whole) for each in rank] for rank in self.spans
@@ -94,9 +94,10 @@ class Timeline:
         return dict(found)
 
     def find_slow_stages(self, predicted: "Timeline") -> list[SlowStage]:
-        """Stages that take much longer than `predicted` of the same order, measured by the others; the slowest first.
+        """Stages that take much longer than `predicted`, measured by the other stages; the slowest first.
 
-        What is wrong with all stages alike is no stage's fault, so each one's measure is the median of the others.
+        `predicted` has the same order of actions. Slowness that all stages share is no stage's fault, so each stage is
+        measured by the median of the stages on other ranks.
         """
         expected, measured = predicted.stage_s(), self.stage_s()
         shares = {stage: seconds / expected[stage] for stage, seconds in measured.items()}
@@ -109,14 +110,17 @@ class Timeline:
         return sorted(slow, key=lambda each: each.expected_s / each.measured_s)
 
     def to_rows(self) -> list[list[list[Any]]]:
-        """As JSON has it: for each rank its actions as [name, start, end]."""
+        """Actions of each rank as JSON has them: [name, start, end]."""
         return [[[str(span.action), span.start, span.end] for span in rank] for rank in self.spans]
 
     @classmethod
     def of_rows(
         cls, rows: Sequence[Sequence[Sequence[Any]]], transfers: Sequence[Sequence[Sequence[Any]]] = ()
     ) -> "Timeline":
-        """What `to_rows` has made, and transfers alike, from any beginning on; ValueError or TypeError for others."""
+        """The timeline that `to_rows` has written, and transfers alike; ValueError or TypeError for anything else.
+
+        Times may start anywhere: the first action is moved to 0.
+        """
         spans = [
             [Span(rank, Action.parse(name), float(start), float(end)) for name, start, end in row]
             for rank, row in enumerate(rows)

@@ -1,9 +1,9 @@
 """Timing: how long the pipeline of one training step takes, from the seconds of each stage. Pure Python.
 
 p pipeline ranks, v virtual stages on each, m microbatches. `simulate` plays the actions that the runtime executes: a
-rank does its own in order, each waits for its input and for the message between them. `time_pipeline` does so too, or
-takes the schedule's fast path, which gives the same; `lower_bound` plays nothing.
-Left out: that messages share a link, and that a rank's kernels slow down while it sends.
+rank does its own actions in order, and each action waits for its input and for the message that brings it.
+`time_pipeline` does so too, or takes the schedule's fast path, which gives the same; `lower_bound` plays nothing. Two
+things are left out: messages share links, and a rank's kernels slow down while it sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from dtlayout.schedules.schedules import PipelineSchedule, find_schedule
 
 
 class Span(NamedTuple):
-    """When a rank works on an action, in the unit of the durations that were simulated."""
+    """Start and end of a rank's work on an action, in the unit of the durations that were simulated."""
 
     rank: int
     action: Action
@@ -29,14 +29,14 @@ class Span(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """When the pipeline ranks work, from the start of the first action on."""
+    """Times of the pipeline ranks, in seconds from the start of the first action."""
 
     total_s: float
     """End of the last action."""
     busy_s: tuple[float, ...]
-    """Per rank: its forwards and backwards, without the waits between them."""
+    """Seconds of each rank's forwards and backwards, without the waits between them."""
     finished_s: tuple[float, ...]
-    """Per rank: end of its last action; what comes after the pipeline may begin there."""
+    """End of each rank's last action; work that comes after the pipeline may begin there."""
 
 
 def simulate(
@@ -45,7 +45,7 @@ def simulate(
     duration: Callable[[Action], float],
     delay: Callable[[Result, Action], float] = lambda needed, action: 0.0,
 ) -> list[list[Span]]:
-    """When each rank works on each of its forwards and backwards; an input is there `delay` after it was made.
+    """Times of each rank's forwards and backwards; an input is there `delay` after it was made.
 
     AssertionError if an order waits for itself.
     """
@@ -76,7 +76,7 @@ def simulate(
 
 
 def _message_delay_s(placement: Placement, times: StageTimes, needed: Result, action: Action) -> float:
-    """Seconds of the message that brings its input to an action; none comes from the same rank."""
+    """Seconds of the message that brings an action its input; 0 where the input comes from the same rank."""
     if placement.rank_of(needed.stage) == placement.rank_of(action.stage):
         return 0.0
     return times.message_s[min(needed.stage, action.stage)]
@@ -85,7 +85,7 @@ def _message_delay_s(placement: Placement, times: StageTimes, needed: Result, ac
 def time_pipeline(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes
 ) -> PipelineTime:
-    """Play a schedule with the given times; with a fast path a long step costs no more than a short one.
+    """Times of the pipeline ranks under a schedule; with a fast path a long step costs no more than a short one.
 
     >>> time_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.5,)))
     PipelineTime(total_s=17.0, busy_s=(12.0, 12.0), finished_s=(17.0, 14.5))
@@ -106,11 +106,12 @@ def time_pipeline(
 def time_shared_pipeline(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes, at_once: float
 ) -> PipelineTime:
-    """Play a schedule on ranks that share cores, of which `at_once` have their full speed at the same time.
+    """Times of ranks that share cores, of which `at_once` ranks have their full speed at the same time.
 
-    While n ranks compute, each has `at_once`/n of its speed, and all of it as long as n is no more than `at_once`. So a
-    rank that waits speeds up the others, and a bubble costs little. `times` are those of a rank alone; `busy_s` is how
-    long one is at work, at whatever speed. Every action is played, which is meant for the few ranks of one machine.
+    While n ranks compute, each has `at_once`/n of its speed, or all of it where n is no more than `at_once`. So a rank
+    that waits speeds up the others, and a bubble costs little. `times` are those of a rank alone. `busy_s` counts the
+    time in which a rank works, at whatever speed. Every action is played, which is meant for the few ranks of one
+    machine.
 
     >>> time_shared_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.5,)), at_once=2).total_s
     17.0
@@ -120,14 +121,14 @@ def time_shared_pipeline(
     played = find_schedule(schedule)
     placement = played.place(num_ranks, virtual_stages)
     orders = played.orders(placement, num_microbatches)
-    next_of, left_s = [0] * num_ranks, [0.0] * num_ranks  # of each rank: the action that it does or waits for
+    next_of, left_s = [0] * num_ranks, [0.0] * num_ranks  # for each rank: the action that it does or waits for
     end_of: dict[Result, float] = {}
     working: set[int] = set()
     busy_s, finished_s = [0.0] * num_ranks, [0.0] * num_ranks
     now = 0.0
 
     def ready_s(rank: int) -> float:
-        """When the next action of a rank has what it needs."""
+        """Time at which the next action of a rank has its input; inf while that is not known."""
         if next_of[rank] == len(orders[rank]):
             return inf
         action = orders[rank][next_of[rank]]
@@ -160,22 +161,22 @@ def time_shared_pipeline(
 
 
 def play_actions(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
-    """The end of each rank's last action, every action played."""
+    """End of each rank's last action; every action is played."""
     return [rank[-1].end for rank in play_spans(schedule, placement, m, times)]
 
 
 def play_spans(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[list[Span]]:
-    """When each rank does each of its actions."""
+    """Times of each rank's actions; every action is played."""
     delay_s = partial(_message_delay_s, placement, times)
     return simulate(schedule.orders(placement, m), placement, times.seconds, delay_s)
 
 
 def play_rounds(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
-    """`play_actions` of a schedule that repeats itself: of a long step no more than it takes until rounds are alike.
+    """`play_actions` for a schedule that repeats itself: only as many rounds are played as it takes until they repeat.
 
-    A round is 2p microbatches, which is as far as an action depends on others. Where all actions of one end by the same
-    growth later than those of c rounds before, so do all that follow, for any number of times c rounds (waves.py,
-    [Note: skipping equal periods]).
+    A round is 2p microbatches, which is as far as an action depends on others. Suppose that all actions of a round end
+    by the same growth later than those of c rounds before. Then so do all that follow, for any number of times c rounds
+    (schedules/fast_timing.py, [Note: skipping equal periods]).
     """
     length, play = 2 * placement.num_ranks, partial(play_spans, schedule, placement, times=times)
     whole, rest = divmod(m, length)
@@ -192,7 +193,7 @@ def play_rounds(schedule: PipelineSchedule, placement: Placement, m: int, times:
 
 
 def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tuple[int, float]:
-    """How many rounds before the `last` one all ended by the same growth earlier, and that growth; 0 if never."""
+    """(c, growth): all actions c rounds before the `last` one ended by the same growth earlier; (0, 0) if none."""
     ends_of = [dict[tuple[Kind, int, int], float]() for _ in range(last + 1)]
     for _, (kind, stage, microbatch), _, end in chain.from_iterable(spans):
         round_, place = divmod(microbatch, length)
@@ -200,7 +201,7 @@ def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tupl
             ends_of[round_][kind, stage, place] = end
     for cycle in range(1, last + 1):
         before, after = ends_of[last - cycle], ends_of[last]
-        if before.keys() == after.keys():  # which of the backwards are split may differ at first
+        if before.keys() == after.keys():  # at first other backwards may be split
             growths = [end - before[action] for action, end in after.items()]
             if max(growths) - min(growths) <= TOLERANCE * growths[0]:
                 return cycle, growths[0]
@@ -210,8 +211,8 @@ def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tupl
 def lower_bound(schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes) -> float:
     """Seconds that the pipeline takes at least; exact for equal stages without messages, unless backwards are split.
 
-    Rank r is busy after the first microbatch has come down to it and before the last one has gone back up from it; or,
-    where the weights' part of a backward may wait, only after. A schedule may know of more waits.
+    Rank r starts after the first microbatch has come down to it, and ends before the last one has gone back up from it.
+    Where the weights' part of a backward may wait, only the first of these counts. A schedule may know of more waits.
     """
     played = _check(schedule, num_ranks, virtual_stages, num_microbatches, times)
     ways = zip(times.forward_s, times.backward_s, times.message_s, strict=False)
@@ -228,20 +229,21 @@ def in_flight_peaks(
 ) -> tuple[Moment, ...]:  # fmt: skip
     """The moments at which a rank can hold most: microbatches in flight of each of its chunks.
 
-    A microbatch is held from the start of its forward to the end of its backward, of both parts of it, or `until` the
-    first one is over. Whatever one of them takes in each chunk, the most that is ever held is the largest of
-    `weigh_moments`; no moment is below another.
-    `with_gradients` asks for those alone at which gradients of all chunks accumulate: each has had a backward, and its
-    last one is not over. There may be none.
-    A rank's actions are played, or the schedule says it itself.
+    A microbatch is held from the start of its forward to the end of its backward, or of the last part of it. `until`
+    names the kinds of action that end it, if others. The most bytes that are ever held are the largest of
+    `weigh_moments`, whatever a microbatch takes in each chunk; no moment is below another in all chunks.
+
+    `with_gradients` asks only for moments at which gradients of all chunks accumulate: each chunk has had a backward,
+    and its last one is not over. There may be none. A rank's actions are played, unless the schedule gives the moments
+    itself.
 
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
     (((4, 1), (1, 1)), ((3, 1), (2, 1)))
     """
     played = _check(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
-    if played.is_breadth_first:  # it holds a row of microbatches or none
-        if with_gradients:  # only while the last row of backwards is done, where less and less is held
+    if played.is_breadth_first:  # its moments are a row of microbatches or none
+        if with_gradients:  # all chunks have them only in the last row of backwards, which frees memory
             return ()
         return count_in_flight(played, placement, 1, rank, each=num_microbatches, until=until)
     shortened = played.shorten(num_ranks, virtual_stages, num_microbatches)
@@ -251,10 +253,10 @@ def in_flight_peaks(
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
-    """What a rank holds at each of these moments, from what a microbatch takes in each chunk."""
+    """Size that a rank holds at each of these moments; `sizes` are those of a microbatch in each chunk."""
     if len(sizes) == 1:
         return [moment[0][0] * sizes[0] for moment in moments]
-    if not any(sizes):  # as of blocks that are recomputed, where none is
+    if not any(sizes):  # for example of recomputed blocks, where no block is recomputed
         return [0.0] * len(moments)
     before = list(accumulate(sizes, initial=0.0))
     held = []
@@ -272,7 +274,7 @@ def count_in_flight(
     schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1,
     until: tuple[Kind, ...] = RELEASE, with_gradients: bool = False,
 ) -> tuple[Moment, ...]:  # fmt: skip
-    """`in_flight_peaks` by playing a rank's actions, `each` of which stands for so many microbatches."""
+    """`in_flight_peaks` by playing a rank's actions, each of which stands for `each` microbatches."""
     counts, grows = [0] * placement.virtual_stages, False
     num_done = [0] * placement.virtual_stages
     moments: set[tuple[int, ...]] = set()
@@ -288,7 +290,7 @@ def count_in_flight(
             grows = False
         if action.kind in RELEASE:
             num_done[chunk] += 1
-            grows |= num_done[chunk] == 1  # there may be more gradients than before
+            grows |= num_done[chunk] == 1  # gradients of one more chunk may be there now
 
     largest: list[tuple[int, ...]] = []
     for _, alike in groupby(sorted(moments, key=sum, reverse=True), key=sum):

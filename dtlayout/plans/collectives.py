@@ -28,18 +28,18 @@ _operators = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """The ranks of tp or of cp, as what torch.compile takes for the same in every block."""
+    """The ranks of tp or of cp, in values that are equal in every block, so that torch.compile reuses code."""
 
     name: str
     size: int
     rank: int
-    """This one's place among them."""
+    """Index of this rank among them."""
     shares_memory: bool = False
-    """Whether its ranks' GPUs read each other's memory, [Note: two ways to send pieces]."""
+    """Whether the GPUs of its ranks read each other's memory, [Note: two ways to send pieces]."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Group":
-        """That of a mesh with one axis."""
+        """The group of a mesh with one axis."""
         ranks = dist.get_process_group_ranks(mesh.get_group())
         shares_memory = mesh.device_type == "cuda" and _are_peers(ranks)
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), shares_memory)
@@ -55,17 +55,17 @@ def _are_peers(ranks: Sequence[int]) -> bool:
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:
-    """A tensor that is whole on every rank, each of which then knows one term of its gradient."""
+    """The tensor itself, which every rank has whole; each rank's gradient of it is one term of a sum."""
     return Moved.apply(x, group, _same, _all_reduce)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' terms, whole on every rank."""
+    """Sum of the ranks' terms, whole on every rank."""
     return Moved.apply(x, group, _all_reduce, _same)
 
 
 def all_gather(x_BsD: Tensor, group: Group) -> Tensor:
-    """The whole sequence [B, S, D] from each rank's part, on every rank, each of which knows a term of its gradient."""
+    """The whole sequence [B, S, D] on every rank, from each rank's part; each rank's gradient is one term of a sum."""
     return Moved.apply(x_BsD, group, _all_gather, _reduce_scatter)
 
 
@@ -75,11 +75,11 @@ def reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
 
 
 Move = Callable[[Tensor, Group], Tensor]
-"""What a rank has of a tensor → what it has afterwards."""
+"""(this rank's tensor, group) → its tensor after a collective."""
 
 
 class Moved(torch.autograd.Function):
-    """What a move among the ranks gives; another one takes the gradient back."""
+    """Applies the collective `ahead`; `back` is the collective for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, ahead: Move, back: Move) -> Tensor:
@@ -100,26 +100,26 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def _all_gather(x_BsD: Tensor, group: Group) -> Tensor:
-    """Rank after rank, and then in the order of tokens: a copy, but not of one sequence."""
+    """Rank after rank, and then in the order of tokens: that is a copy, unless there is one sequence only."""
     return wait(begin_gather(x_BsD, group)).view(group.size, *x_BsD.shape).transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
-    """In the order of ranks first: a copy, but not of one sequence."""
+    """The order of ranks comes first: that is a copy, unless there is one sequence only."""
     by_rank = x_BSD.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return wait(begin_scatter(by_rank, group))
 
 
 def begin_gather(x: Tensor, group: Group) -> Tensor:
-    """Each rank's tensor [B, …], one after the other [t·B, …], once it was waited for."""
+    """Each rank's tensor [B, …], one after the other [t·B, …]; call `wait` before it is read."""
     return _operators.all_gather_into_tensor(x.contiguous(), group.size, group.name)
 
 
 def begin_scatter(x: Tensor, group: Group) -> Tensor:
-    """This rank's part [B, …] of the sum of the ranks' tensors [t·B, …], once it was waited for."""
+    """This rank's part [B, …] of the sum of the ranks' tensors [t·B, …]; call `wait` before it is read."""
     return _operators.reduce_scatter_tensor(x, "sum", group.size, group.name)
 
 
 def wait(x: Tensor) -> Tensor:
-    """What was begun."""
+    """The result of a collective that was begun, once it is there."""
     return _operators.wait_tensor(x)

@@ -1,13 +1,15 @@
-"""Async tp: what sequence parallelism sends goes in pieces, while matmuls work on the pieces that are there.
+"""Async tp: sequence parallelism sends its tensors in pieces, while matmuls work on the pieces that are there.
 
-A branch opens with `gather_while_multiplying`, the all-gather and the matmuls that read what it brings, and closes with
-`multiply_while_scattering`, a matmul and the reduce-scatter of its terms. Each has the pattern of the other's backward.
+A branch opens with `gather_while_multiplying`, the all-gather and the matmuls that read its result. It closes with
+`multiply_while_scattering`, a matmul and the reduce-scatter of its terms. Each of them has the pattern of the other's
+backward.
 
 [Note: two ways to send pieces]
-Over symmetric memory a rank's kernels read the memory of the others, and torch's fused operators copy each rank's part
-while matmuls read those that have come; selective recomputation computes their matmuls again. Where the GPUs of tp do
-not see each other's memory, and on a CPU, the sequence is cut into `OVERLAPPED_PIECES`, each with a collective of its
-own, all of which are begun before the first is waited for, but on a CPU, where it would gain nothing.
+With symmetric memory a rank's kernels read the memory of the others. torch's fused operators copy each rank's part
+while matmuls read the parts that have come; selective recomputation computes their matmuls again. Some GPUs of tp do
+not see each other's memory, and CPUs don't either. There the sequence is cut into `OVERLAPPED_PIECES`, each with a
+collective of its own. All of these begin before the first one is waited for, except on a CPU, where that would gain
+nothing.
 
 Legend: B batch, S sequence, t ranks, s = S / t, p a piece's part of s, D model width, N a matmul's outputs on a rank.
 """
@@ -26,7 +28,7 @@ from dtlayout.plans.plan import OVERLAPPED_PIECES
 
 
 def gather_while_multiplying(x_BsD: Tensor, weights_ND: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
-    """x·wᵀ [B, S, N] of the whole sequence for each weight, of which each rank then knows a term of x's gradient."""
+    """x·wᵀ [B, S, N] of the whole sequence for each weight; each rank's gradient of x is one term of a sum."""
     return _GatherWhileMultiplying.apply(x_BsD, group, *weights_ND)
 
 
@@ -37,7 +39,7 @@ def multiply_while_scattering(x_BSN: Tensor, weight_DN: Tensor, group: Group) ->
 
 @cache
 def projecting(group: Group, local: Callable[[Tensor], Tensor]) -> Project:
-    """`ops.linear.project` of hidden states that lie split; one function, which torch.compile knows in every block."""
+    """`ops.linear.project` for split hidden states; the same function each time, so that torch.compile reuses it."""
 
     def project(x_BsD: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         results = gather_while_multiplying(x_BsD, [local(linear.weight) for linear in linears], group)
@@ -60,7 +62,7 @@ class _GatherWhileMultiplying(torch.autograd.Function):
     def backward(ctx: Any, *gradients_BSN: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, *weights_ND = ctx.saved_tensors
         finish = _multiply_and_scatter(gradients_BSN, weights_ND, ctx.group)
-        of_weights = [_weight_gradient(gradient, x_BSD) for gradient in gradients_BSN]  # which hide the last piece
+        of_weights = [_weight_gradient(gradient, x_BSD) for gradient in gradients_BSN]  # they hide the last piece
         return finish(), None, *of_weights
 
 
@@ -99,7 +101,10 @@ def _gather_and_multiply(x_BsD: Tensor, matrices_DN: Sequence[Tensor], group: Gr
 def _multiply_and_scatter(
     inputs_BSN: Sequence[Tensor], matrices_ND: Sequence[Tensor], group: Group
 ) -> Callable[[], Tensor]:
-    """Begin with this rank's part [B, s, D] of the sum of the products over inputs and ranks; the call waits for it."""
+    """Begin to compute this rank's part [B, s, D] of the sum of the products over inputs and ranks.
+
+    The returned function waits for it.
+    """
     if group.shares_memory:
         x_BSN, matrix_ND = _join(inputs_BSN, -1), _join(matrices_ND, 0)
         result_BsD: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_BSN, matrix_ND, "sum", 1, group.name)
@@ -117,7 +122,7 @@ def _multiply_and_scatter(
 
 
 def _begin_all(begun: Iterable[Tensor], device: torch.device) -> Iterable[Tensor]:
-    """All at once; on a CPU one after the other was waited for: gloo crashes now and then with several under way."""
+    """Begin all collectives; on a CPU lazily, one after the other, since gloo sometimes crashes with several."""
     return begun if device.type == "cpu" else [*begun]
 
 
@@ -130,5 +135,5 @@ def _count_pieces(local_seq_len: int) -> int:
 
 
 def _in_order(pieces_tBpN: Sequence[Tensor]) -> Tensor:
-    """In the order of tokens, [B, S, N]."""
+    """Pieces joined in the order of tokens, [B, S, N]."""
     return torch.cat([piece.transpose(0, 1) for piece in pieces_tBpN], 2).flatten(1, 2)

@@ -1,12 +1,12 @@
-"""The styles of a plan as what torch's `parallelize_module` applies. Parameters become DTensors, activations don't.
+"""The styles of a plan as torch's `parallelize_module` applies them. Parameters become DTensors, activations don't.
 
-What a module computes is on plain tensors: this rank's part of its weights, and of the sequence, the heads or the
-vocabulary. DTensor would dispatch each operator through Python, which takes the host several times as long as all else
-of a layer. So between modules only collectives know of other ranks, and each style says where they stand. Where a rank
-does not see all tokens or heads, its gradient of a whole weight is one term of a sum over tp.
+A module computes on plain tensors: this rank's part of its weights, and of the sequence, the heads or the vocabulary.
+DTensor would dispatch each operator through Python, which takes the host several times as long as all the rest of a
+layer. So only collectives between modules know of other ranks, and each style says where they stand. Where a rank does
+not see all tokens or heads, its gradient of a whole weight is one term of a sum over tp.
 
-Embedding and head are split over the vocabulary: each rank looks up its rows, and computes its columns of the logits
-and their part of the loss, as in Megatron (arXiv:1909.08053, sec. 3). Legend: T tokens, V local vocabulary.
+Embedding and head are split over the vocabulary. Each rank looks up its own rows, and computes its columns of the
+logits and their part of the loss, as in Megatron (arXiv:1909.08053, sec. 3). Legend: T tokens, V local vocabulary.
 """
 
 from collections.abc import Callable
@@ -26,34 +26,31 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
-from dtlayout.plans.collectives import Group, all_gather, all_reduce, reduce_scatter, replicate
+from dtlayout.plans.collectives import Group, Move, all_gather, all_reduce, reduce_scatter, replicate
 from dtlayout.plans.overlap import multiply_while_scattering, projecting
 from dtlayout.plans.plan import TensorStyle
 
-Edge = Callable[[Tensor, Group], Tensor]
-"""What happens to hidden states where a module with split weights begins or ends."""
 
-
-class _EdgeStyle(ParallelStyle):
-    def __init__(self, edge: Edge):
+class _CollectiveStyle(ParallelStyle):
+    def __init__(self, collective: Move):
         super().__init__()
-        self.edge = edge
+        self.collective = collective
 
 
-class GatherInput(_EdgeStyle):
-    """A module whose first argument, hidden states, becomes whole; all its matmuls read the one tensor.
+class GatherInput(_CollectiveStyle):
+    """Style of a module whose first argument, hidden states, is gathered once; all its matmuls read that one tensor.
 
-    So their gradients add up before one collective.
+    So the gradients of these matmuls add up before one collective.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        edge, group = self.edge, Group.of(device_mesh)
-        module.register_forward_pre_hook(lambda _, inputs: (edge(inputs[0], group), *inputs[1:]))
+        collective, group = self.collective, Group.of(device_mesh)
+        module.register_forward_pre_hook(lambda _, inputs: (collective(inputs[0], group), *inputs[1:]))
         return module
 
 
 class OverlappedGatherInput(GatherInput):
-    """A `GatherInput` that gathers in pieces, beside the matmuls that its `project` computes of them."""
+    """A `GatherInput` that gathers in pieces, while the module's `project` computes matmuls of earlier pieces."""
 
     def __init__(self) -> None:
         super().__init__(all_gather)
@@ -69,7 +66,7 @@ class OverlappedGatherInput(GatherInput):
 
 
 class Colwise(ParallelStyle):
-    """Splits an `nn.Linear` by its outputs, below an `GatherInput` that makes whole what it reads."""
+    """Splits an `nn.Linear` by its outputs, below a `GatherInput` that gathers its input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not a forward for each instance, for which torch.compile would compile each block anew.
@@ -78,7 +75,7 @@ class Colwise(ParallelStyle):
 
 
 class ColwiseWithInputReduce(GatherInput):
-    """`Colwise` of an input that every rank has: it adds up the input's gradients itself."""
+    """A `Colwise` whose input every rank has: it adds up the input's gradients itself."""
 
     def __init__(self) -> None:
         super().__init__(replicate)
@@ -92,18 +89,18 @@ class _ColwiseLinear(SplittableLinear):
         return self.multiply(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class Rowwise(_EdgeStyle):
-    """Splits an `nn.Linear` by its inputs, which come split; its outputs are terms of a sum that `edge` joins."""
+class Rowwise(_CollectiveStyle):
+    """Splits an `nn.Linear` by its inputs, which come split; a collective joins its outputs, terms of a sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _RowwiseLinear
         assert isinstance(module, _RowwiseLinear), "the style is for an nn.Linear"
-        module.edge, module.group = self.edge, Group.of(device_mesh)
+        module.output_collective, module.group = self.collective, Group.of(device_mesh)
         return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(1), bias=Replicate()))
 
 
 class OverlappedRowwise(Rowwise):
-    """A `Rowwise` whose terms are scattered in pieces, while the matmul makes others."""
+    """A `Rowwise` that scatters its terms in pieces, while the matmul computes other pieces."""
 
     def __init__(self) -> None:
         super().__init__(reduce_scatter)
@@ -114,18 +111,18 @@ class OverlappedRowwise(Rowwise):
 
 
 class _RowwiseLinear(SplittableLinear):
-    edge: Edge
+    output_collective: Move
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.join(x)
         if self.bias is None:
             return y
-        return y + local(self.bias, Replicate() if self.edge is all_reduce else Partial())
+        return y + local(self.bias, Replicate() if self.output_collective is all_reduce else Partial())
 
     def join(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of x·wᵀ, or this rank's part of it."""
-        return self.edge(self.multiply(x, local(self.weight)), self.group)
+        """Sum over the ranks of x·wᵀ, or this rank's part of that sum."""
+        return self.output_collective(self.multiply(x, local(self.weight)), self.group)
 
 
 class _OverlappedRowwiseLinear(_RowwiseLinear):
@@ -134,16 +131,16 @@ class _OverlappedRowwiseLinear(_RowwiseLinear):
 
 
 class HeadNorm(ParallelStyle):
-    """An `RMSNorm` of which each rank sees its heads, or its tokens, and so has a term of the weight's gradient."""
+    """Style of an `RMSNorm` of this rank's heads or tokens, whose weight's gradient is a term of a sum over tp."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RMSNorm), "heads are normalised by an RMSNorm"
         module.__class__ = _ShardedRMSNorm
-        return distribute_module(module, device_mesh)  # which replicates the weight
+        return distribute_module(module, device_mesh)  # it replicates the weight
 
 
 class SequenceNorm(SequenceParallel):
-    """A norm of this rank's tokens: an `RMSNorm` on plain tensors, any other as torch's style has it."""
+    """Style of a norm of this rank's tokens: an `RMSNorm` runs on plain tensors, others as in torch's style."""
 
     def __init__(self) -> None:
         super().__init__(use_local_output=True)
@@ -159,28 +156,29 @@ class _ShardedRMSNorm(RMSNorm):
         return self.function(x, local(self.weight, Partial()), self.eps)
 
 
-class VocabParallelEmbedding(_EdgeStyle):
-    """Splits an embedding by rows: each rank looks up its own tokens, and the sum over tp comes whole or sharded.
+class VocabParallelEmbedding(_CollectiveStyle):
+    """Splits an embedding by rows: each rank looks up its own tokens; their sum over tp comes whole or sharded.
 
-    So a rank's gradient is of its own rows; DTensor's would be of all of them, until they are summed over tp.
+    So a rank's gradient has only its own rows; DTensor's would have all rows, until it is summed over tp.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _SplitEmbedding
         assert isinstance(module, _SplitEmbedding), "the style is for an nn.Embedding"
-        module.columns, module.edge, module.group = _LocalVocabulary(device_mesh), self.edge, Group.of(device_mesh)
+        module.columns, module.output_collective = _LocalVocabulary(device_mesh), self.collective
+        module.group = Group.of(device_mesh)
         return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0)))
 
 
 class _SplitEmbedding(nn.Embedding):
     columns: "_LocalVocabulary"
-    edge: Edge
+    output_collective: Move
     group: Group
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight_VD = self.columns.local(self.weight)
         index, is_here = self.columns.locate(tokens)
-        return self.edge(F.embedding(index, weight_VD).masked_fill(~is_here[..., None], 0), self.group)
+        return self.output_collective(F.embedding(index, weight_VD).masked_fill(~is_here[..., None], 0), self.group)
 
 
 class VocabParallelHead(GatherInput):
@@ -194,13 +192,16 @@ class VocabParallelHead(GatherInput):
 
 
 class _LocalVocabulary(Columns):
-    """This rank's part; two all-reduces, of one and of two numbers a token, join what the ranks know of a loss."""
+    """This rank's columns of the vocabulary.
+
+    Two all-reduces, of one and of two numbers a token, join the ranks' parts of a loss.
+    """
 
     def __init__(self, mesh: DeviceMesh):
         self.group = mesh.get_group()
         self.rank = mesh.get_local_rank()
         self.num_columns = 0
-        """Known with the weight."""
+        """Set when `local` sees the weight."""
 
     def local(self, weight: Tensor) -> Tensor:
         weight_VD = local(weight)
@@ -208,7 +209,7 @@ class _LocalVocabulary(Columns):
         return weight_VD
 
     def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        index_T = targets_T - self.num_columns * self.rank  # an IGNORED one is below 0
+        index_T = targets_T - self.num_columns * self.rank  # below 0 for an IGNORED target
         is_here_T = (index_T >= 0) & (index_T < self.num_columns)
         return index_T.masked_fill(~is_here_T, 0), is_here_T
 
@@ -221,7 +222,7 @@ class _LocalVocabulary(Columns):
 
 
 def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
-    """This rank's part of a parameter; its gradient is placed as the parameter is, or as `gradient` says."""
+    """This rank's part of a parameter; its gradient is placed like the parameter, or as `gradient` says."""
     assert isinstance(parameter, DTensor), "tensor parallelism makes it one"
     if torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=None if gradient is None else (gradient,))
@@ -229,12 +230,12 @@ def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local`, whose backward keeps the host twice as long."""
+    """`DTensor.to_local` with a faster backward: that of torch takes the host twice as long."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradient: Placement | None) -> Tensor:
         spec, tensor = parameter._spec, parameter._local_tensor
-        ctx.set_materialize_grads(False)  # none where it is put off
+        ctx.set_materialize_grads(False)  # no gradient comes where it is put off
         ctx.spec = DTensorSpec(spec.mesh, (gradient,), tensor_meta=spec.tensor_meta) if gradient else spec
         return tensor.view_as(tensor)
 

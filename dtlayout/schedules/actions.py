@@ -1,8 +1,8 @@
-"""Actions: what a pipeline rank does one after the other, what each needs and what it makes. Whole numbers, no torch.
+"""Actions: the steps of a pipeline rank one after the other, with the input and the result of each. No torch.
 
-A forward of stage s makes its hidden states, which stage s + 1 takes; a backward makes the gradient of the stage's
-input, which stage s - 1 takes. A backward may be split in two (zero bubble, arXiv:2401.10241): the part of the input
-comes as early as it can, the part of the weights, for which nobody waits, fills what would be idle.
+A forward of stage s makes its hidden states, which stage s + 1 takes. A backward makes the gradient of the stage's
+input, which stage s - 1 takes. A backward may be split in two (zero bubble, arXiv:2401.10241). The part for the input
+comes as early as it can. Nobody waits for the part for the weights, so it fills time that would be idle.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What an action does, for one stage and one microbatch; the letters are torch's."""
+    """Kind of an action, which has one stage and one microbatch; the letters are torch's."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -32,14 +32,14 @@ COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGH
 RELEASE = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Kinds after which a stage needs nothing more of a microbatch."""
 PASS_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""Kinds after which it needs at most what gradients of weights are made of."""
+"""Kinds after which a stage keeps at most the tensors from which the gradients of its weights are made."""
 
 
 _WRITTEN = re.compile(r"(\d+)(F|B|I|W)(\d+)")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. A message carries the name of the stage that sends or receives it."""
+    """One action of a rank. A message names the stage that sends or receives it."""
 
     kind: Kind
     stage: int
@@ -50,7 +50,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The forward or backward that is written so; ValueError for anything else.
+        """The forward or backward that `text` writes; ValueError for anything else.
 
         >>> Action.parse("3F0")
         Action(kind=<Kind.FORWARD: 'F'>, stage=3, microbatch=0)
@@ -61,30 +61,30 @@ class Action(NamedTuple):
         return cls(Kind(found[2]), int(found[1]), int(found[3]))
 
     def describe(self) -> str:
-        """As people read it."""
+        """The action in words, such as "forward of stage 3, microbatch 0"."""
         return f"{self.kind.name.lower().replace('_', ' ')} of stage {self.stage}, microbatch {self.microbatch}"
 
 
 class Result(NamedTuple):
-    """What one stage makes of a microbatch for another."""
+    """Tensor that one stage makes of a microbatch for another stage."""
 
     is_gradient: bool
-    """The gradient of the stage's input; else its hidden states, or the loss."""
+    """True for the gradient of the stage's input; False for its hidden states, or for the loss."""
     stage: int
     microbatch: int
 
 
 def result_of(action: Action) -> Result | None:
-    """What a forward or backward makes; None for gradients of weights, for which no action waits."""
+    """The result of a forward or backward; None for gradients of weights, for which no action waits."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return None
     return Result(action.kind is not Kind.FORWARD, action.stage, action.microbatch)
 
 
 def input_of(action: Action, num_stages: int) -> Result | None:
-    """What a forward or backward waits for: most often its neighbour's result, for the first forward nothing.
+    """The result that a forward or backward waits for, mostly of a neighbour; None for the first stage's forward.
 
-    The last stage's backward waits for its own forward, the gradients of weights for that of the input.
+    The last stage's backward waits for its own forward, and gradients of weights wait for the gradient of the input.
     """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind is Kind.FORWARD:

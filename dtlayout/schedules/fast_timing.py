@@ -1,12 +1,13 @@
-"""Waves: fast paths of the shipped schedules, which give in closed form or wave by wave what playing actions gives.
+"""Fast timing of the shipped schedules: the results of playing all actions, in closed form or wave by wave.
 
-p pipeline ranks, v virtual stages on each, m microbatches, looped: stage s of n = p·v lies on rank s mod p as chunk
-s // p. A schedule without a fast path is played action by action (timing.py), which is right for any, and slower.
+p pipeline ranks, v virtual stages on each, m microbatches, looped: stage s of n = p·v lies on rank s mod p as chunk s
+// p. A schedule without a fast path is played action by action (timing.py), which is right for any schedule, and
+slower.
 
 [Note: waves]
-1F1B is played in waves. In each wave a rank does at most one forward and then one backward, and all that they wait for
-is in the wave before (or is the forward of the rank before, in the same one), so a wave needs only the ends of the last
-one. Forwards and backwards of a rank numbered in their order, wave t is, on rank r,
+1F1B is played in waves. In each wave a rank does at most one forward and then one backward. Their inputs come from the
+wave before, or from the forward of the rank before in the same wave. So a wave needs only the ends of the last one.
+With the forwards and backwards of a rank numbered in their order, wave t is on rank r
 
     1f1b              forward t      and  backward t - (p - 1) + r
     interleaved-1f1b  forward t - r  and  backward t - w + r,       w = (v - 1)·p + 2·(p - 1), the warm-up of rank 0
@@ -15,15 +16,17 @@ where a number below 0 or past the last one is no action. That is the order of s
 forward p - 1 - r (1f1b) or w - 2r waves before its first backward, which is its warm-up.
 
 [Note: skipping equal periods]
-From the end of the warm-up until forwards run out, waves repeat: each is like the last under 1f1b, like the p·v-th
-before under interleaved-1f1b. So the ends x after a period follow from those before it by one function, x' = A(x), of
-sums and maxima only, and what comes after the steady part follows from its last x by another. Both commute with adding
-a constant to all of x. So once all ends lie one same growth g above those of c periods ago, they do so again every c
-periods, for ever, and any number of times c periods can be skipped by adding that many g. Nothing can overtake later: a
-loop that is slower by 0.01 % but not yet in the lead moves some end by that much more than the others, and as long as
-any end differs we don't skip. c is often 1, but a critical loop through L stages, F…F B…B, holds L microbatches and
-repeats only every L waves; so x is compared with a mark whose distance doubles (R. Brent, BIT 20 (1980), 176-184),
-which finds any c. Ends that agree up to e each give an error up to e per skip, since A never widens a difference.
+From the end of the warm-up until forwards run out, waves repeat. Each is like the last one under 1f1b, and like the
+p·v-th before under interleaved-1f1b. So the ends x after a period follow from those before it by one function, x' =
+A(x), of sums and maxima only. Another such function gives the end of the step from the last x of the steady part. Both
+commute with adding a constant to all of x.
+
+So once all ends lie by one same growth g above those of c periods ago, they do so again every c periods, for ever. Then
+any number of times c periods can be skipped by adding that many g. Nothing can overtake later: take a loop that is
+slower by 0.01 % but not yet in the lead. It moves some end by that much more than the others, and while any end
+differs, nothing is skipped. c is often 1. But a critical loop through L stages, F…F B…B, holds L microbatches and
+repeats only every L waves. So x is compared with a mark whose distance doubles (R. Brent, BIT 20 (1980), 176-184),
+which finds any c. Ends that agree up to e each give an error of up to e per skip, since A never widens a difference.
 """
 
 from collections.abc import Callable
@@ -36,10 +39,10 @@ from operator import itemgetter, sub
 from dtlayout.schedules.actions import Action, Kind
 
 TOLERANCE = 1e-11
-"""Ends that differ by this fraction of a period's growth are equal; it bounds the relative error of the total."""
+"""Ends that differ by this fraction of a period's growth count as equal; it bounds the relative error of the total."""
 
 Moment = tuple[tuple[int, int], ...]
-"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
+"""Microbatches that a rank holds at one moment, as runs of equal counts from chunk 0 on: (count, chunks in the run)."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,18 @@ class StageTimes:
     backward_s: tuple[float, ...]
     """Whole backward of each stage."""
     message_s: tuple[float, ...]
-    """From stage i to stage i + 1 or back, n - 1 entries: the receiver waits that long, the sender goes on at once."""
+    """Seconds from stage i to stage i + 1 or back, n - 1 entries: the receiver waits that long, the sender goes on at
+    once."""
     backward_weight_s: tuple[float, ...] = ()
-    """The part of each stage's backward that makes the weights' gradients; empty where no backward is split in two."""
+    """Part of each stage's backward that makes the weights' gradients; empty where no backward is split in two."""
 
     @cached_property
     def backward_input_s(self) -> tuple[float, ...]:
-        """The part of each stage's backward that makes the gradient of its input."""
+        """Part of each stage's backward that makes the gradient of its input."""
         return tuple(map(sub, self.backward_s, self.backward_weight_s))
 
     def seconds(self, action: Action) -> float:
-        """How long a forward, a backward or a part of one takes."""
+        """Seconds of a forward, a backward or a part of one."""
         match action.kind:
             case Kind.FORWARD:
                 return self.forward_s[action.stage]
@@ -73,9 +77,10 @@ class StageTimes:
 
 
 def finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
-    """All forwards flow to the last rank, then all backwards flow back: the first one's way, then the slowest's pace.
+    """End of each rank's last action: all forwards flow to the last rank, then all backwards flow back.
 
-    No rank is still at its forwards when its first backward comes.
+    Each way takes the first microbatch's time plus m - 1 times the slowest stage. No rank is still at its forwards when
+    its first backward comes.
     """
     turn_s = sum(times.forward_s) + sum(times.message_s) + (m - 1) * max(times.forward_s)
     from_last = list(zip(times.backward_s, (*times.message_s, 0.0), strict=True))[::-1]
@@ -84,19 +89,19 @@ def finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
     return [turn_s + way + (m - 1) * pace for way, pace in zip(way_s, pace_s, strict=True)][::-1]
 
 
-_Work = tuple[float, float]  # seconds of an action; seconds from the end of what it waits for to its start
+_Work = tuple[float, float]  # seconds of an action; seconds from the end of its input to its start
 _Wave = tuple[list[_Work], list[_Work]]  # forwards and backwards, rank 0 first
 _Advance = Callable[[list[float], _Wave], list[float]]
 _IDLE: _Work = (0.0, -inf)
 
 
 def finish_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
-    """The end of each rank's last action, by [Note: waves]."""
+    """End of each rank's last action, by [Note: waves]."""
     return _play(p, v, m, times, _advance_1f1b, [0.0] * p, warm_up=p - 1, is_skewed=False)
 
 
 def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
-    """One wave on: `ends` has for each rank the end of what it did last."""
+    """Ends after one more wave; `ends` has for each rank the end of its last action."""
     after = []
     forward_end = 0.0
     for own, behind, (forward_s, forward_delay), (backward_s, backward_delay) in zip(
@@ -110,11 +115,12 @@ def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
 
 
 def least_1f1b(m: int, times: StageTimes) -> float:
-    """No step is shorter: the way of one microbatch through all ranks and back, and what keeps the last from it.
+    """Lower bound of the step's seconds: one microbatch's way through all ranks and back, and the wait before it.
 
-    A rank with n = p - r microbatches in flight does its forward k + n after its backward k, which comes once the
-    forward k has gone from there to the last rank and back. Of m - 1 = q·n + j microbatches before the last one, q
-    cost that way around, and j the rank's own work; of that the forwards alone, where there is no backward between.
+    A rank with n = p - r microbatches in flight does its forward k + n after its backward k. That backward comes once
+    the forward k has gone from there to the last rank and back. Of the m - 1 = q·n + j microbatches before the last
+    one, q cost that way around, and j cost the rank's own work. Where there is no backward between them, j cost the
+    forwards alone.
     """
     around_s = longest_s = 0.0
     from_last = zip(times.forward_s[::-1], times.backward_s[::-1], (0.0, *times.message_s[::-1]), strict=True)
@@ -127,13 +133,13 @@ def least_1f1b(m: int, times: StageTimes) -> float:
 
 
 def finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
-    """The end of each rank's last action, by [Note: waves]."""
+    """End of each rank's last action, by [Note: waves]."""
     ends = [0.0] * (2 * p)
     return _play(p, v, m, times, _advance_interleaved, ends, warm_up=_warm_up(0, p, v), is_skewed=True)
 
 
 def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
-    """One wave on: `ends` has for each rank the end of its forward of the last wave, then, for each, of all it did."""
+    """Ends after one more wave; `ends` has the end of each rank's last forward, then of each rank's last action."""
     p = len(ends) // 2
     sent, own = ends[:p], ends[p:]
     forward_ends = []
@@ -152,9 +158,9 @@ def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
 def _play(
     p: int, v: int, m: int, times: StageTimes, advance: _Advance, ends: list[float], *, warm_up: int, is_skewed: bool
 ) -> list[float]:  # fmt: skip
-    """The last p ends after all waves; those of the steady part repeat, see [Note: skipping equal periods].
+    """The last p ends after all waves; the waves of the steady part repeat, see [Note: skipping equal periods].
 
-    `warm_up` is the wave of rank 0's first backward. Where waves are skewed each rank is a forward behind the one
+    `warm_up` is the wave of rank 0's first backward. Where waves are skewed, each rank is one forward behind the rank
     before it.
     """
     messages_s = times.message_s if p > 1 else (0.0,) * (v - 1)  # one rank sends itself nothing
@@ -164,7 +170,7 @@ def _play(
     last_first = [each[::-1] for each in forwards]
 
     def rising(rounds: list[list[_Work]], n: int) -> list[_Work]:
-        """What all ranks do where rank r does its action n + r, from the rounds that are done in turn."""
+        """Work of all ranks where rank r does its action n + r; the rounds are done in turn."""
         turn, start, end = p - n % p, max(0, min(p, -n)), max(0, min(p, m * v - n))
         works = rounds[n // p % v][:turn] + rounds[(n // p + 1) % v][turn:]
         return [_IDLE] * start + works[start:end] + [_IDLE] * (p - end)
@@ -188,12 +194,12 @@ def _play(
 
 
 def _cut_rounds(p: int, works: list[_Work]) -> list[list[_Work]]:
-    """Works of stages by chunk: all ranks' first ones, then all their second ones."""
+    """Works of stages by chunk: the first of all ranks, then the second of all ranks, and so on."""
     return [works[start : start + p] for start in range(0, len(works), p)]
 
 
 def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_periods: int) -> list[float]:
-    """The ends after so many rounds through the waves, see [Note: skipping equal periods]."""
+    """Ends after `num_periods` rounds through the waves, see [Note: skipping equal periods]."""
     mark, marked_at = ends, 0
     done = 0
     while done < num_periods:
@@ -216,16 +222,17 @@ def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_
 
 @lru_cache(maxsize=1024)
 def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tuple[Moment, ...]:
-    """`timing.in_flight_peaks` of interleaved-1f1b, or as many of them as hold most whatever a chunk takes.
+    """`timing.in_flight_peaks` of interleaved-1f1b, or enough of its moments to hold the peak for any sizes of chunks.
 
-    After the warm-up a rank holds most between a forward and the backward that follows, warm_up + 1 in all. From one
-    such moment to the next the chunk of the forward gains one and the chunk of the backward loses one. That changes
-    where either goes on to another chunk, and all repeats after p·v moments. Where the forward goes on it holds what it
-    holds at some moment where the backward does: those, every p moments, are enough.
+    After the warm-up a rank holds most between a forward and the backward that follows, warm_up + 1 microbatches in
+    all. From one such moment to the next, the chunk of the forward gains one and the chunk of the backward loses one.
+    That changes where the forward or the backward goes on to another chunk, and all repeats after p·v moments. The
+    moment at which the forward goes on equals some moment at which the backward goes on. So the latter, every p
+    moments, are enough.
 
-    There are gradients of chunk 0 from the round's last p backwards on, and those of the others still accumulate if
-    another round follows; if two do, a rank then holds all that it ever does. If one does, so few forwards are left
-    that the moments count where either goes on, and the first and the last.
+    Chunk 0 has gradients from the last p backwards of a round on. Those of the other chunks still accumulate if another
+    round follows. If two rounds follow, a rank then holds all that it ever does. If one follows, few forwards are left.
+    Then the moments count at which the forward or the backward goes on, and the first and the last moment.
     """
     warm_up = _warm_up(rank, p, v)
     if with_gradients and m >= 3 * p:
@@ -236,7 +243,7 @@ def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tupl
         return (((m, v),),)
 
     def started(num_actions: int, place: int) -> int:
-        """How many of so many actions are of the chunk that comes at this place of a round."""
+        """Number of the first `num_actions` actions that belong to the chunk at this place of a round."""
         rounds, rest = divmod(num_actions, p * v)
         return rounds * p + min(p, max(0, rest - place * p))
 
@@ -259,5 +266,5 @@ def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tupl
 
 
 def _warm_up(rank: int, p: int, v: int) -> int:
-    """Forwards of a rank before the one that its first backward follows, under interleaved-1f1b."""
+    """Forwards of a rank before the forward that its first backward follows, under interleaved-1f1b."""
     return (v - 1) * p + 2 * (p - 1 - rank)

@@ -9,21 +9,21 @@ from dtlayout.schedules.placement import Placement
 
 
 def order_breadth_first(placement: Placement, rank: int, m: int) -> list[Action]:
-    """All microbatches through a stage, then through the rank's next one; backward the other way round."""
+    """All microbatches through one stage, then through the rank's next one; backwards begin with the last stage."""
     stages = placement.stages_of(rank)
     ways = ((Kind.FORWARD, stages), (Kind.BACKWARD, reversed(stages)))
     return [Action(kind, stage, i) for kind, in_order in ways for stage in in_order for i in range(m)]
 
 
 def order_1f1b(placement: Placement, rank: int, m: int) -> list[Action]:
-    """A forward and a backward in turn, after as many forwards as there are ranks behind."""
+    """A forward and a backward in turn, after one forward for each rank behind this one."""
     forwards = [Action(Kind.FORWARD, rank, i) for i in range(m)]
     backwards = [Action(Kind.BACKWARD, rank, i) for i in range(m)]
     return _alternate(forwards, backwards, warm_up=placement.num_ranks - 1 - rank)
 
 
 def order_interleaved_1f1b(placement: Placement, rank: int, m: int) -> list[Action]:
-    """Rounds of p microbatches through chunk 0, then chunk 1, …; backward through the chunks the other way round."""
+    """Rounds of p microbatches through chunk 0, then chunk 1, …; backwards go through the chunks in opposite order."""
     p, v, stages = placement.num_ranks, placement.virtual_stages, placement.stages_of(rank)
 
     def nth(kind: Kind, n: int) -> Action:
@@ -36,7 +36,7 @@ def order_interleaved_1f1b(placement: Placement, rank: int, m: int) -> list[Acti
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """`warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)

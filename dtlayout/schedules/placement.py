@@ -1,7 +1,7 @@
 """Placement: which pipeline rank holds which stage. Whole numbers, no torch.
 
-p ranks hold v virtual stages each, n = p·v in all. p stages in a row, a lap, lie on p different ranks, the first lap's
-on ranks 0 to p - 1 in that order. So the c-th stage of a rank, its chunk c, belongs to lap c:
+p ranks hold v virtual stages each, n = p·v in all. A lap is p stages in a row, which lie on p different ranks. The
+first lap's stages lie on ranks 0 to p - 1 in that order. So the c-th stage of a rank, its chunk c, belongs to lap c:
 
     looped    0 1 2 3      V-shaped  0 1 2 3
               4 5 6 7                7 6 5 4
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Placement(ABC):
-    """Stage → rank and chunk, and back."""
+    """Maps each stage to its rank and chunk, and back."""
 
     num_ranks: int
     """Pipeline ranks, p."""
@@ -40,15 +40,15 @@ class Placement(ABC):
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's stages a stage is."""
+        """Index of a stage among the stages of its rank."""
         return stage // self.num_ranks
 
     def take(self, of_stages: Sequence[T], rank: int) -> tuple[T, ...]:
-        """The entries of a rank's stages, from a sequence that has one for each stage."""
+        """The entries for a rank's stages, from a sequence with one entry for each stage of the model."""
         return tuple([of_stages[stage] for stage in self.stages_of(rank)])
 
     def receiver_of(self, result: Result) -> int | None:
-        """The rank to which a stage's result is sent; None at the pipeline's ends, and where the next stage is here."""
+        """Rank to which a stage's result is sent; None at the pipeline's ends, and if the next stage is here too."""
         stage = result.stage + (-1 if result.is_gradient else 1)
         if not 0 <= stage < self.num_stages:
             return None
@@ -57,7 +57,7 @@ class Placement(ABC):
 
 
 class Looped(Placement):
-    """Stages that go from the last rank on to the first (arXiv:2104.04473, sec. 2.2)."""
+    """Stages of each lap lie in the order of the ranks, first to last (arXiv:2104.04473, sec. 2.2)."""
 
     __slots__ = ()
 
@@ -71,11 +71,11 @@ class Looped(Placement):
 
 
 class VShaped(Placement):
-    """Stages that turn back at the last rank (arXiv:2401.10241, sec. 6): both ends lie on rank 0 at v = 2."""
+    """Laps go down the ranks and up again (arXiv:2401.10241, sec. 6): both ends lie on rank 0 at v = 2."""
 
     __slots__ = ()
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage: down in even laps, up in odd ones."""
+        """The rank that holds a stage: even laps go down the ranks, odd laps go up."""
         lap, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if lap % 2 else place

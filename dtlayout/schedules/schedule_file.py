@@ -1,9 +1,9 @@
 """Schedules in files, as torch's pipeline runtime writes and loads them: CSV, a row for each rank, a cell an action.
 
-A cell is the stage, F, B, I or W, and the microbatch, such as `3F0`, or empty where a rank waits. Two actions that
-torch overlaps, `(0F4;7B1)OVERLAP_F_B`, follow each other. Messages and what torch does with parameters are left out:
-where messages stand follows from the order (schedule.py). A file is read once and belongs to one number of ranks, of
-stages and of microbatches.
+A cell is the stage, then F, B, I or W, then the microbatch, such as `3F0`; it is empty where a rank waits. Two actions
+that torch overlaps, `(0F4;7B1)OVERLAP_F_B`, are read as one after the other. Messages and torch's actions on parameters
+are skipped: where messages stand follows from the order (schedule.py). A file is read once, and it is for one number of
+ranks, of stages and of microbatches.
 """
 
 import csv
@@ -20,16 +20,16 @@ from dtlayout.schedules.placement import Looped, Placement, VShaped
 from dtlayout.schedules.record import PipelineSchedule
 
 FILE_PREFIX = "csv:"
-"""What the name of a schedule that is read from a file begins with."""
+"""Prefix of `layout.schedule` for a schedule that is read from a file."""
 _BESIDE = re.compile(r"\d+(SEND_F|SEND_B|RECV_F|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 _WHOLE = ("FB", "FIW")
-"""What is done with a microbatch on a stage, in this order."""
+"""Kinds of the actions of one microbatch on one stage, in their order."""
 
 
 @lru_cache(maxsize=16)
 def read_schedule(path: str) -> PipelineSchedule:
-    """The schedule of a file; InvalidConfig with rank and action if it is none, or if a step with it never ends."""
+    """The schedule in a file; InvalidConfig with rank and action if the file has none, or if its step never ends."""
     try:
         rows = [
             _read_row(rank, row)
@@ -55,7 +55,7 @@ def read_schedule(path: str) -> PipelineSchedule:
 
 
 def write_schedule(orders: Sequence[Sequence[Action]], path: Path) -> None:
-    """Write each rank's forwards and backwards, as torch's `_load_csv` reads them too."""
+    """Write each rank's forwards and backwards in the format that torch's `_load_csv` reads too."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([str(action) for action in order if action.kind in COMPUTE] for order in orders)
 
@@ -110,7 +110,7 @@ def _check_whole(rows: Sequence[Sequence[Action]], placement: Placement, num_mic
 
 
 def _check_end(rows: Sequence[Sequence[Action]], placement: Placement) -> None:
-    """InvalidConfig if all ranks that are left wait for each other."""
+    """Raise InvalidConfig if all ranks that are not done wait for each other."""
     made, places, moves = set[Result](), [0] * len(rows), True
     while moves:
         moves = False

@@ -1,7 +1,7 @@
-"""Pipeline schedules: all that there are, one record each. Whole numbers, no torch.
+"""Pipeline schedules: the table of all of them, one record each. Whole numbers, no torch.
 
-p pipeline ranks, v virtual stages on each, m microbatches. A schedule of one's own is a `PipelineSchedule` that
-`register_schedule` has been given: layouts, search, timing, memory, dry run and runtime then know it by its name.
+p pipeline ranks, v virtual stages on each, m microbatches. A schedule of your own is a `PipelineSchedule` that you give
+to `register_schedule`. Layouts, search, timing, memory, dry run and runtime then know it by its name.
 """
 
 from math import inf
@@ -23,16 +23,16 @@ from dtlayout.schedules.split_orders import (
 )
 
 DEFAULT_SCHEDULE = "1f1b"
-"""What a layout has that names none, and one whose pipeline is off."""
+"""The schedule of layouts that name none, and of layouts without a pipeline."""
 
 
 def _two_more_than_ranks(p: int, v: int) -> int:
-    """All in flight, one more, and the last: a microbatch in the middle changes nothing."""
+    """Microbatches for all that 1F1B does: p in flight, one more, and the last; one in the middle changes nothing."""
     return p + 2
 
 
 def _three_rounds(p: int, v: int) -> int:
-    """After two every stage has had a backward, and all are in flight again."""
+    """Microbatches of three rounds: after two of them every stage has had a backward, and all are in flight again."""
     return 3 * p
 
 
@@ -72,14 +72,14 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 
 
 def register_schedule(schedule: PipelineSchedule) -> None:
-    """Make a schedule known to everything in this process; InvalidConfig if its name is taken."""
+    """Make a schedule known to all code in this process; InvalidConfig if its name is taken."""
     if schedule.name in SCHEDULES:
         raise InvalidConfig(f"schedule {schedule.name!r} is registered already; give yours another name")
     SCHEDULES[schedule.name] = schedule
 
 
 def find_schedule(name: str) -> PipelineSchedule:
-    """The schedule of this name, or of the file that it names; InvalidConfig names the known ones."""
+    """The schedule of this name, or the one in the file that `name` gives; InvalidConfig names the known ones."""
     if name.startswith(FILE_PREFIX):
         return read_schedule(name.removeprefix(FILE_PREFIX))
     if name not in SCHEDULES:
@@ -88,7 +88,7 @@ def find_schedule(name: str) -> PipelineSchedule:
 
 
 def schedule_with(virtual_stages: int) -> str:
-    """The name of the schedule for somebody who says no more than how many virtual stages there are."""
+    """Name of the schedule for a user who gives only the number of virtual stages."""
     if virtual_stages == 1:
         return DEFAULT_SCHEDULE
     return next(name for name, schedule in SCHEDULES.items() if schedule.takes(2, virtual_stages))

@@ -2,10 +2,11 @@
 
     forwards and gradients of inputs, in an order of their own ─▶ gradients of weights where a rank would be idle
 
-The first part is 1F1B's (plain or interleaved), or a *building block* that each microbatch repeats some time after the
-one before it (arXiv:2405.15362, sec. 3): how far its steps lie apart on neighbouring ranks says how long a rank keeps a
-microbatch, and so how much memory the pipeline needs. A rank that holds as many chunks of microbatches as it may makes
-weights' gradients before its next forward. All of this is played with steps that last equally long.
+The first part is 1F1B's order (plain or interleaved), or a *building block* that each microbatch repeats some time
+after the one before it (arXiv:2405.15362, sec. 3). The distance of its steps between neighbouring ranks decides how
+long a rank keeps a microbatch, and so how much memory the pipeline needs. A rank that holds as many chunks of
+microbatches as it may makes weights' gradients before its next forward. All orders are played with steps of equal
+length.
 """
 
 from collections import deque
@@ -23,11 +24,11 @@ from dtlayout.schedules.placement import Placement
 OrderFunction = Callable[[Placement, int, int], list[Action]]
 """A rank's actions, from the placement, the rank and m."""
 _PERIOD = 6
-"""Steps that a microbatch takes on a rank of two chunks: a forward and both parts of a backward of each."""
+"""Steps of one microbatch on a rank with two chunks: for each chunk a forward and both parts of a backward."""
 
 
 class Offsets(NamedTuple):
-    """How many steps later a microbatch is on the next rank that it comes to, all down and up a V of two chunks."""
+    """Steps between neighbouring ranks for one microbatch, on each of the four ways down and up a V of two chunks."""
 
     forward_down: int
     forward_up: int
@@ -36,28 +37,31 @@ class Offsets(NamedTuple):
 
 
 def order_zb_h1(placement: Placement, rank: int, m: int) -> list[Action]:
-    """1F1B, of which each rank holds as much as the first, p microbatches."""
+    """1F1B with split backwards; each rank holds as much as the first one, p microbatches."""
     return _fill_all(order_1f1b, placement, m, placement.num_ranks)[rank]
 
 
 def order_interleaved_zb(placement: Placement, rank: int, m: int) -> list[Action]:
-    """Interleaved 1F1B, of which each rank holds as much as the first."""
+    """Interleaved 1F1B with split backwards; each rank holds as much as the first one."""
     p, v = placement.num_ranks, placement.virtual_stages
     return _fill_all(order_interleaved_1f1b, placement, m, (v - 1) * p + 2 * (p - 1) + 1)[rank]
 
 
 def order_zb_v(placement: Placement, rank: int, m: int) -> list[Action]:
-    """In a V, and each rank holds what the first one does under 1F1B: 2p halves of a microbatch."""
+    """V-shaped; each rank holds as much as the first one under 1F1B: 2p halves of a microbatch."""
     return _fill_all(_ZB_V, placement, m, 2 * placement.num_ranks)[rank]
 
 
 def order_v_half(placement: Placement, rank: int, m: int) -> list[Action]:
-    """In a V with little more than half of that."""
+    """V-shaped; each rank holds p + 2 halves of a microbatch, little more than half of `order_zb_v`."""
     return _fill_all(_V_HALF, placement, m, placement.num_ranks + 2)[rank]
 
 
 def order_v_min(placement: Placement, rank: int, m: int) -> list[Action]:
-    """In a V with little more than a third of that, the least where forwards and backwards go on at once."""
+    """V-shaped; each rank holds little more than a third of `order_zb_v`.
+
+    That is the least where forwards and backwards go on at once.
+    """
     return _fill_all(_V_MIN, placement, m, ceil(2 * placement.num_ranks / 3) + 2)[rank]
 
 
@@ -119,9 +123,10 @@ _V_MIN = partial(_repeat_block, Offsets(1, 1, 1, 1))
 
 @lru_cache(maxsize=64)
 def _block_starts(p: int, offsets: Offsets) -> list[tuple[int, int, int, int]]:
-    """On each rank when it begins the four steps of the first microbatch, as early as no two of any microbatches meet.
+    """Start of the four steps of the first microbatch on each rank, as early as possible without collisions.
 
-    Each of the four runs over all ranks waits for the end of the one before, where that turns back.
+    Each of the four runs over all ranks starts after the end of the run before it, on the rank where that run turns
+    back.
     """
     runs = [[rank * offsets.forward_down for rank in range(p)]]
     turns = ((offsets.forward_up, True), (offsets.backward_down, False), (offsets.backward_up, True))
@@ -137,7 +142,7 @@ def _block_starts(p: int, offsets: Offsets) -> list[tuple[int, int, int, int]]:
 
 @lru_cache(maxsize=64)
 def _fill_all(order: OrderFunction, placement: Placement, m: int, most_held: int) -> list[list[Action]]:
-    """Each rank's order with gradients of weights where it would wait, or hold more than `most_held` chunks."""
+    """Each rank's order, with gradients of weights put where it would wait or hold more than `most_held` chunks."""
     orders = [_split(order(placement, rank, m)) for rank in range(placement.num_ranks)]
     made_at: dict[Result, int] = {}
     put_off = [deque[Action]() for _ in orders]
@@ -168,5 +173,5 @@ def _fill_all(order: OrderFunction, placement: Placement, m: int, most_held: int
 
 
 def _split(order: Sequence[Action]) -> list[Action]:
-    """Without what whole backwards do for weights."""
+    """The order with input gradients in place of whole backwards."""
     return [action._replace(kind=Kind.BACKWARD_INPUT) if action.kind is Kind.BACKWARD else action for action in order]

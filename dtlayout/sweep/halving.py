@@ -1,8 +1,8 @@
 """Successive halving: find the fastest of many layouts with a fraction of the steps (arXiv:1502.07943).
 
-The first choice costs nothing: of what is predicted to fit, those that are predicted fastest are tried. Each round
-then runs what is left for more steps than the round before, and keeps those that were fastest. A layout that does
-not run in one round is not in the next.
+The first choice costs nothing: of the layouts that are predicted to fit, those that are predicted fastest are tried.
+Each round then runs the remaining layouts for more steps than the round before, and keeps the fastest. A layout that
+fails in one round is not in the next.
 """
 
 import math
@@ -17,14 +17,14 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Halving:
-    """How many trials of each round of successive halving go on to the next, and for how long they run."""
+    """Number of trials that go on from one round of successive halving to the next, and their steps."""
 
     keep: float = 1 / 3
     """Share of a round that goes on to the next, rounded up; between 0 and 1."""
     steps: tuple[int, ...] = (6, 12)
     """Steps of each round."""
     first: float = 1 / 3
-    """Share of all that the first round tries: those predicted fastest."""
+    """Share of all trials that the first round tries: those predicted fastest."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -42,10 +42,10 @@ class Halving:
 def halve(
     candidates: Sequence[T], halving: Halving, run: Callable[[Sequence[T], int], dict[T, float]]
 ) -> Iterator[list[T]]:
-    """What is left after each round, the fastest first.
+    """Candidates that are left after each round, the fastest first.
 
-    `candidates` come in their predicted order. `run` tries some of them for so many steps, and gives the seconds of a
-    step for those that ran.
+    `candidates` come in their predicted order. `run` tries some of them for a number of steps, and returns the seconds
+    of a step for those that ran.
 
     >>> seconds = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 9.0}
     >>> list(halve("abcd", Halving(first=0.75, keep=0.5), lambda tried, steps: {t: seconds[t] for t in tried}))

@@ -1,9 +1,9 @@
-"""Run a command to its end, and end all of its processes, also those that hide in sessions of their own.
+"""Run a command to its end, and end all of its processes, also those in sessions of their own.
 
 Every process carries a mark in its environment, by which it is found again: torchrun starts workers in other process
-groups, and a sweep that went on after it was killed has no handle on what it had started.
+groups, and a sweep that goes on after it was killed has no handle on the processes that it had started.
 
-The module `dtlayout.sweep.processes PARENT COMMAND [ARGUMENT …]` becomes a command that does not outlive its parent: a
+The module `dtlayout.sweep.processes PARENT COMMAND [ARGUMENT …]` becomes a command that does not outlive its parent. A
 sweep that is killed with SIGKILL cannot end its trial, so Linux does, with SIGTERM, which torchrun hands on to workers.
 """
 
@@ -25,7 +25,7 @@ _MARK = "DTLAYOUT_TRIAL"
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
 _GONE_WITHIN_S = 30.0
-"""Seconds after which no process that SIGKILL ended is waited for any longer."""
+"""Seconds for which processes that got SIGKILL are waited for."""
 
 
 def run(
@@ -38,10 +38,10 @@ def run(
     is_stopped: Callable[[], bool] = lambda: False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int | None:
-    """The exit code of a command; None if it was ended, since the time had passed or `is_stopped` said so.
+    """The exit code of a command; None if it was ended, after the time limit or since `is_stopped` said so.
 
-    `environment` is what it has more than this process. Nothing of it is left when this returns or raises. If this
-    process is killed, Linux sends SIGTERM to the command.
+    `environment` is added to that of this process. No process of the command is left when this returns or raises. If
+    this process is killed, Linux sends SIGTERM to the command.
     """
     deadline = time.monotonic() + timeout_s
     process = start(command, output, mark, environment)
@@ -64,26 +64,26 @@ def start(
         stdout=output,
         stderr=subprocess.STDOUT,
         env={**os.environ, **environment, _MARK: mark, "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,  # Ctrl-C is this process's, which ends the command itself
+        start_new_session=True,  # Ctrl-C goes to this process, which ends the command itself
     )
 
 
 def find(mark: str) -> list[int]:
-    """Process ids with this mark; none where there is no /proc."""
+    """Ids of the processes with this mark; none where there is no /proc."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # somebody else's, or gone
+        with suppress(OSError):  # another user's process, or one that is gone
             if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
     return found
 
 
 def end(mark: str, process: subprocess.Popen[bytes] | None = None, *, grace_s: float = 10.0) -> None:
-    """End every process with this mark: SIGTERM to all, SIGKILL to those that are there `grace_s` later."""
+    """End every process with this mark: SIGTERM to all, SIGKILL to those that still live `grace_s` later."""
     found = find(mark)
     _signal(found, signal.SIGTERM)
-    if process is not None and process.pid not in found:  # a second signal would cut short what the first began
+    if process is not None and process.pid not in found:  # a second signal would cut short its end
         process.terminate()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and (find(mark) or (process is not None and process.poll() is None)):
@@ -91,7 +91,7 @@ def end(mark: str, process: subprocess.Popen[bytes] | None = None, *, grace_s: f
     if process is not None and process.poll() is None:
         process.kill()
     killed = set()
-    while found := find(mark):  # one that was started meanwhile is found in the next round
+    while found := find(mark):  # a process that was started meanwhile is found in the next round
         _signal(found, signal.SIGKILL)
         killed.update(found)
         time.sleep(_LOOK_EVERY_S)
@@ -103,7 +103,7 @@ def end(mark: str, process: subprocess.Popen[bytes] | None = None, *, grace_s: f
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process is there and more than a zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -117,10 +117,10 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _become(parent: int, command: list[str]) -> None:
-    """Become the command, as long as the process `parent` lives; elsewhere than on Linux untethered."""
+    """Become the command, which ends when the process `parent` ends; on other systems than Linux it does not."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the signal was asked for
+        if os.getppid() != parent:  # the parent died before the signal was asked for
             sys.exit(1)
     os.execvp(command[0], command)
 

@@ -1,6 +1,6 @@
-"""How trials ended: one JSON object a trial in trials.jsonl, from which a sweep goes on and reports are made.
+"""Results of trials: one JSON object a trial in trials.jsonl, from which a sweep goes on and reports are made.
 
-Each holds the trial's `Run`, so that nothing but this file is needed to report it. What outcomes mean stands there.
+Each holds the trial's `Run`, so that this file alone is enough for a report. `Run` explains the outcomes.
 """
 
 import json
@@ -21,7 +21,7 @@ from dtlayout.training.metrics import MetricsFile, read_summary, time_steps
 FAILURES: tuple[Outcome, ...] = ("oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped")
 """Outcomes of trials other than ok."""
 _TAIL = 40
-"""Lines of a log that are kept."""
+"""Last lines of a log that are kept."""
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA (?:error: )?out of memory|failure 2 'out of memory'|CUDA_ERROR_OUT_OF_MEMORY|"
     r"CU(?:BLAS|DNN)_STATUS_(?:INTERNAL_ERROR_)?(?:HOST_)?ALLOC(?:ATION)?_FAILED|NCCL.*out of memory|oom[-_]kill|"
@@ -34,26 +34,26 @@ _OF_ANOTHER = re.compile(
     r"Connection (?:was likely )?(?:closed|reset)|Broken pipe|ChildFailedError|DistBackendError|DistNetworkError|"
     r"SignalException"
 )
-"""Errors that say what became of another process."""
+"""Errors that only report the end of another process."""
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*|terminate called .*)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnyTrial:
-    """What is known of a trial before it has run and after."""
+    """A trial, before or after it has run."""
 
     key: str
     """Hash of the resolved config and the number of ranks."""
     setting: str
-    """Hash that leaves out the number of steps, by which rounds of successive halving differ."""
+    """Hash of the same without the number of steps, in which rounds of successive halving differ."""
     overrides: tuple[str, ...]
-    """What sets it apart from the sweep's config."""
+    """Overrides that tell it from the sweep's config."""
     run: Run | None = None
-    """What is run, predicted where the GPU type is known, and measured once it ran; None where it is not possible."""
+    """Run of the trial, predicted where the GPU type is known, measured once it ran; None if it is not possible."""
 
     @property
     def name(self) -> str:
-        """What sets it apart, in short.
+        """Short form of the overrides.
 
         >>> AnyTrial(key="", setting="", overrides=("--layout.tp=2", "--kernels.norm=eager")).name
         'tp=2 norm=eager'
@@ -64,12 +64,12 @@ class AnyTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult(AnyTrial):
-    """How one trial ended: a line of trials.jsonl."""
+    """The end of one trial: a line of trials.jsonl."""
 
     cause: str = ""
-    """Why it is not ok, in a line."""
+    """Reason in a line; empty if the trial is ok."""
     log: list[str] = field(default_factory=list)
-    """The end of the log, where it is not ok."""
+    """Last lines of the log; empty if the trial is ok."""
     steps: int = 0
     """Optimizer steps done."""
     seconds: float = 0.0
@@ -82,7 +82,7 @@ class TrialResult(AnyTrial):
 
     @property
     def measured(self) -> Performance:
-        """What the steps after warming up reached."""
+        """Performance of the steps after warming up."""
         return self.run.measured if self.run else Performance()
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class Journal:
         self.path = folder / "trials.jsonl"
 
     def read(self) -> dict[str, TrialResult]:
-        """Key → result of what has ended (`read_results`); nothing if there is no file yet."""
+        """Key → result of each trial that has ended (`read_results`); empty if there is no file yet."""
         return read_results(self.path) if self.path.exists() else {}
 
     def append(self, result: TrialResult) -> None:
-        """Add a line; it is on disk when this returns, and what a kill tore before it is gone."""
+        """Add a line; it is on disk when this returns. A line that a kill left unfinished is removed before."""
         text = self.path.read_bytes() if self.path.exists() else b""
         with self.path.open("r+b" if text else "wb") as file:
             file.seek(text.rfind(b"\n") + 1)
@@ -112,7 +112,10 @@ class Journal:
 
 
 def read_results(path: Path) -> dict[str, TrialResult]:
-    """Key → result of what has ended; a torn line is none. DtlayoutError for what this version does not write."""
+    """Key → result of each trial that has ended, without unfinished lines.
+
+    DtlayoutError for a file that this version does not write.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         whole = [line for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
@@ -126,13 +129,13 @@ def read_results(path: Path) -> dict[str, TrialResult]:
 
 def _parse(line: str) -> TrialResult:
     values = parse_json(line)
-    run, _ = values.pop("run"), values.pop("outcome")  # which the run says
+    run, _ = values.pop("run"), values.pop("outcome")  # the run has it too
     values["run"] = run and Run.from_dict(run)
     return TrialResult(**values | {"overrides": tuple(values["overrides"])})
 
 
 def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str, list[str]]:
-    """Outcome, cause and the end of the log of a trial that ended with an exit code, or with None in no time.
+    """Outcome, cause and last lines of the log of a trial with this exit code; None means that its time was over.
 
     Once all steps are done it is ok: threads of gloo may still abort a process that ends.
     """
@@ -146,7 +149,7 @@ def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str,
 
 
 def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progress: str) -> tuple[Outcome, str]:
-    """Why a trial failed. Who runs out of memory may hang after that, or be killed for it."""
+    """Outcome and cause of a failed trial. A process that runs out of memory may hang after that, or be killed."""
     lines = text.splitlines()
     if summary.get("outcome") == "non_finite":
         return "non_finite", progress
@@ -158,7 +161,7 @@ def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progr
         return "hung", f"no end within the time limit; {progress}"
     if found := next(filter(_STALLED.search, lines), None):
         return "hung", found.strip()
-    # The first process that fails tells why; what its peers say comes later, and torchrun's own words last.
+    # The first process that fails tells the cause; its peers' errors come later, and torchrun's own last.
     errors = [match[1] for line in lines if (match := _ERROR.match(line.strip()))]
     own = next((error for error in errors if not _OF_ANOTHER.search(error)), None)
     if own is None and (exit_code in (-9, 137) or _KILLED.search(text)):
@@ -169,11 +172,11 @@ def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progr
 
 
 def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performance]:
-    """Number of steps and performance of a run; steps that warm up or watch memory count if there are no others."""
+    """Number of steps and performance of a run; steps that warm up or track memory count if there is no other."""
     lines = MetricsFile(run / "metrics.jsonl").read()
     if not lines:
         return 0, Performance()
-    counted = [line for line in lines[warmup_steps:] if line["peak_memory_bytes"] is None]  # watching memory takes time
+    counted = [line for line in lines[warmup_steps:] if line["peak_memory_bytes"] is None]  # tracking memory takes time
     counted = counted or lines[warmup_steps:] or lines[-1:]
     step_time_s, spread_s = time_steps([line["step_time_s"] for line in counted], 0)
     assert step_time_s is not None, "there are lines"
@@ -187,7 +190,7 @@ def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performanc
 
 
 def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
-    """One result of each setting: of several rounds of successive halving the longest that ended well, if one did."""
+    """One result of each setting: of several rounds of successive halving the longest that is ok, if any is."""
     longest = {r.setting: r for r in sorted(results, key=lambda r: (r.outcome == "ok", r.steps))}
     return [r for r in results if longest[r.setting] is r]
 

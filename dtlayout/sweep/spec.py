@@ -1,13 +1,13 @@
-"""What a sweep tries: SWEEP.toml, and the trials that it stands for.
+"""A sweep as SWEEP.toml describes it, and the trials that it makes.
 
-    config = "../debug.toml"           # what all trials share, relative to this file
+    config = "../debug.toml"           # the config that all trials share, relative to this file
     world = 4                          # ranks of each trial
     [axes.layout]                      # every combination of these is a trial
     tp = [1, 2, 4]
     recompute = ["none", "full"]
 
 `from = "recommend:20"` takes the 20 best layouts of a search instead, with their kernels; axes may vary other sections,
-and kernels, of each. Trials that come out as the same config are one.
+and kernels, of each. Trials with the same config become one.
 """
 
 import hashlib
@@ -47,18 +47,18 @@ _OWN_MODULE = re.compile(r"(^|\s)-m\s*dtlayout\.")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep as its file says it."""
+    """A sweep, with the keys of its file."""
 
     path: Path
-    """The file."""
+    """Path of the sweep's file."""
     config: Path
-    """The config that all trials share."""
+    """Path of the config that all trials share."""
     world: int
-    """Ranks of a trial."""
+    """Number of ranks of a trial."""
     axes: dict[str, list[Any]] = field(default_factory=dict)
-    """section.key → its values."""
+    """section.key → the values that trials take."""
     source: str = field(default="", metadata={"key": "from"})
-    """recommend:K for the K best layouts of a search; `from` in the file."""
+    """"recommend:K" for the K best layouts of a search; the key is `from` in the file."""
     overrides: tuple[str, ...] = ()
     """Overrides for all trials, as on the command line of train.py."""
     steps: int = 12
@@ -66,13 +66,13 @@ class Sweep:
     warmup_steps: int = 4
     """First steps of a trial that are not counted."""
     timeout_s: float = 600.0
-    """Seconds after which a trial is ended as one that hangs."""
+    """Seconds after which a trial is ended, since it hangs."""
     grace_s: float = 15.0
     """Seconds that a trial's processes get to end by themselves."""
     launch: str = ""
-    """The command of a trial; {python}, {world} and {config} are put in. Empty for torchrun on this host."""
+    """Command of a trial with the fields {python}, {world} and {config}; empty for torchrun on this host."""
     halving: Halving | None = None
-    """Successive halving instead of running every trial to its end; its steps go before `steps`."""
+    """Successive halving instead of running every trial to its end; its steps replace `steps`."""
 
     def __post_init__(self) -> None:
         problems = [f"axes.{key} needs a list with values" for key, values in self.axes.items() if not values]
@@ -99,18 +99,18 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial(AnyTrial):
-    """One config to run."""
+    """A config to run, with its prediction."""
 
     config: Config | None = None
     """The config with its layout resolved; None if the trial is not possible."""
     problems: tuple[str, ...] = ()
-    """Why it is not possible."""
+    """Reasons why the trial is not possible."""
     estimate: Estimate | None = None
-    """What is predicted; None where the GPU type is not known."""
+    """Prediction for the trial; None where the GPU type is not known."""
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep of a file; InvalidConfig with every problem."""
+    """The sweep in a file; InvalidConfig with every problem."""
     tables = toml.read(path, "sweep")
     if isinstance(axes := tables.get("axes"), dict):
         tables["axes"] = dict(_flatten(axes))
@@ -120,13 +120,13 @@ def read_sweep(path: Path) -> Sweep:
 
 
 _LONG_RUN_STEPS = 100_000
-"""Whose learning rate a trial has, as its first steps: its own are too few for a warm-up."""
+"""Steps of the long run whose learning rates a trial uses: its own steps are too few for a warm-up."""
 _SET = {
     "train.steps": "a sweep says how many, with steps",
     "train.run_folder": "each trial has its own",
     "checkpoint.save": "a trial saves none",
 }
-"""What a sweep sets in each trial's config, and an axis cannot."""
+"""Keys that a sweep sets in each trial's config, so that no axis may set them → the reason."""
 
 
 def _is_command(launch: str) -> bool:
@@ -145,18 +145,18 @@ def _flatten(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
-    """Every trial, each config once: first those that can run, by predicted time of a step; then the impossible."""
+    """All trials, each config once: first those that can run, by predicted time of a step; then the impossible ones."""
     found: dict[str, Trial] = {}
     for overrides in _combine(sweep):
         trial = make_trial(sweep, folder, overrides)
         found.setdefault(trial.key, trial)
-    if all(trial.config is None for trial in found.values()):  # something is wrong with the sweep
+    if all(trial.config is None for trial in found.values()):  # the sweep itself is wrong
         raise InvalidConfig(list(dict.fromkeys(problem for trial in found.values() for problem in trial.problems)))
     return sorted(found.values(), key=lambda t: (t.config is None, t.estimate.step_time_s if t.estimate else 0.0))
 
 
 def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
-    """The overrides of each trial: of a layout that a search found, and of a value of each axis."""
+    """Overrides of each trial: those of a layout that a search found, and one value of each axis."""
     starts = _search(sweep) if sweep.source else [()]
     for start, values in itertools.product(starts, itertools.product(*sweep.axes.values())):
         texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
@@ -164,7 +164,7 @@ def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
 
 
 def _search(sweep: Sweep) -> list[tuple[str, ...]]:
-    """How each of the best layouts of a search differs from the sweep's config."""
+    """Overrides that turn the sweep's config into each of the best layouts of a search."""
     base = load_config(sweep.config, sweep.overrides)
     gpu = find_trial_gpu(base.train.device, base.cluster.known_gpu)
     if gpu is None:
@@ -180,18 +180,18 @@ def _search(sweep: Sweep) -> list[tuple[str, ...]]:
 
 @cache
 def find_trial_gpu(device: Literal["cpu", "cuda", "auto"], known: Gpu | None) -> Gpu | None:
-    """The GPU type for which a run on this host is predicted, by `train.device` and [cluster]; None if unknown."""
+    """GPU type for which a run on this host is predicted, by `train.device` and [cluster]; None if unknown."""
     expected = expect_device(device, known)
     if expected.type == "cpu" or known is not None:
         return expected.gpu
     names = ask_device_names()
     if not names:
-        return find_gpu("cpu") if device == "auto" else None  # the GPUs of a cluster that this host has no part in
+        return find_gpu("cpu") if device == "auto" else None  # this host is not part of the cluster with GPUs
     return find_gpu_by_device(names[0])
 
 
 def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
-    """The trial that these overrides stand for."""
+    """The trial with these overrides."""
     everything = [*sweep.overrides, *overrides, f"--train.steps={sweep.steps}", "--checkpoint.save=false"]
     try:
         config = load_config(sweep.config, everything)
@@ -226,12 +226,12 @@ def _hash(text: str) -> str:
 
 
 def trial_folder(folder: Path, key: str) -> Path:
-    """The folder of one trial: its config, its log and its run."""
+    """Folder of one trial: its config, its log and its run."""
     return folder / "trials" / key
 
 
 def to_command(sweep: Sweep, config: Path) -> Sequence[str]:
-    """The command that starts a trial."""
+    """Command that starts a trial."""
     if not sweep.launch:
         return torchrun(["--standalone", f"--nproc-per-node={sweep.world}"], "dtlayout.launch", str(config))
     values = {"python": sys.executable, "world": sweep.world, "config": str(config)}
@@ -239,8 +239,9 @@ def to_command(sweep: Sweep, config: Path) -> Sequence[str]:
 
 
 def to_environment(sweep: Sweep) -> dict[str, str]:
-    """What the environment of a trial has more than that of the sweep.
+    """Variables that are added to the environment of a trial.
 
-    A script that the sweep names may import what lies beside it; our own module needs nothing from there.
+    For our own module, imports from the working directory are switched off. A script that the sweep names may need
+    imports from its own folder, so nothing is added for it.
     """
     return SAFE_PATH if not sweep.launch or _OWN_MODULE.search(sweep.launch) else {}

@@ -13,9 +13,9 @@ from dtlayout.base.files import write_whole
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
+from dtlayout.data.bad_batch import BadBatch
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.samples import Samples
-from dtlayout.data.suspects import BadBatch
 from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
@@ -150,8 +150,8 @@ class Records(Observer):
         if not self.is_writer:
             return ""
         try:
-            suspects = BadBatch.of(samples, step, result.loss, result.grad_norm)
-            return f"dtlayout data show {suspects.write(self.folder, kind)} has its samples"
+            bad_batch = BadBatch.of(samples, step, result.loss, result.grad_norm)
+            return f"dtlayout data show {bad_batch.write(self.folder, kind)} has its samples"
         except OSError as error:
             return f"its samples were not noted: {error.strerror}"
 

@@ -24,7 +24,7 @@ from dtlayout.base.lease import LEASE_NAME, Owner, hold
 from dtlayout.base.process import is_stopped, name_process
 from dtlayout.checkpoint import folder
 
-QUICK = {"BEAT_S": 0.05, "EXPIRES_S": 0.6, "LOOKED_S": 0.15, "TRUSTED_S": 0.1, "SETTLE_S": 0.0}
+QUICK = {"HEARTBEAT_S": 0.05, "EXPIRES_S": 0.6, "LOOKED_S": 0.15, "TRUSTED_S": 0.1, "SETTLE_S": 0.0}
 """Seconds, for the values that runs have."""
 
 
@@ -180,7 +180,7 @@ def test_a_wait_is_as_long_as_the_manual_says_whatever_the_clock_was_set_to(monk
         os.utime(path, (moment, moment))
         began = time.monotonic()
         with hold(Path(folder)):
-            waited_s = time.monotonic() - began - lease.BEAT_S
+            waited_s = time.monotonic() - began - lease.HEARTBEAT_S
         assert lease.LOOKED_S <= waited_s < lease.EXPIRES_S + 5.0
 
 
@@ -298,7 +298,7 @@ def test_a_look_that_fails_says_so_and_one_after_a_heartbeat_is_not_needed(tmp_p
         (tmp_path / LEASE_NAME).mkdir()  # what is there cannot be read
         with pytest.raises(IsADirectoryError):
             held.check()
-        held._beaten = lease._now()
+        held._last_heartbeat_s = lease._now()
         held.check(1000.0)
         (tmp_path / LEASE_NAME).rmdir()
 

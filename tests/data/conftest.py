@@ -47,15 +47,15 @@ def write_tokens(tmp_path: Path) -> Callable[..., Path]:
     """Writes a folder such as `prepare_tokens` leaves, with these ids, in documents of these lengths."""
 
     def write(
-        ids: Sequence[int], vocab_size: int = 257, documents: Sequence[int] = (), taught: Sequence[int] = (),
+        ids: Sequence[int], vocab_size: int = 257, documents: Sequence[int] = (), loss_mask: Sequence[int] = (),
         name: str = "prepared",
     ) -> Path:  # fmt: skip
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         np.asarray(ids, dtype="<u2").tofile(folder / "tokens.bin")
         np.cumsum([0, *(documents or [len(ids)])]).astype("<i8").tofile(folder / "documents.bin")
-        if taught:
-            np.asarray(taught, dtype="<u1").tofile(folder / "taught.bin")
+        if loss_mask:
+            np.asarray(loss_mask, dtype="<u1").tofile(folder / "taught.bin")
         info = {"dtype": "uint16", "num_tokens": len(ids), "num_documents": len(documents or [0])}
         info["vocab_size"] = vocab_size
         (folder / "tokens.json").write_text(json.dumps({**info, "end_of_document": 256, "sha256": "0"}))

@@ -1,4 +1,4 @@
-"""Conversations: the template's text, only answers taught, whoever says where they are."""
+"""Conversations: the template's text, only answers are targets, whoever says where they are."""
 
 import gc
 import json
@@ -69,7 +69,7 @@ def test_answers_that_change_once_messages_follow_are_refused_and_taught_with_al
     ):
         template.find_answers(CONVERSATION)
     tokens = prepare(tmp_path, FORGETFUL, [CONVERSATION], loss_on="all")
-    assert tokens.taught is None
+    assert tokens.loss_mask is None
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def prepare(folder, template, conversations, tokenizer="bytes", **options):
 def test_of_bytes_only_answers_and_the_end_after_the_last_are_taught(tmp_path, offline):
     tokens = prepare(tmp_path, CHATML, [CONVERSATION, CONVERSATION[:3]])
     first, second = (slice(*tokens.documents[i : i + 2]) for i in range(2))
-    taught = tokens.tokens[first][np.flatnonzero(tokens.taught[first])].tolist()
-    assert taught == [*b"hello <b><|im_end|>\n", *"ja ß<|im_end|>\n".encode(), 256]
-    taught = tokens.tokens[second][np.flatnonzero(tokens.taught[second])].tolist()
-    assert taught == [*b"hello <b><|im_end|>\n"]
+    trained_on = tokens.tokens[first][np.flatnonzero(tokens.loss_mask[first])].tolist()
+    assert trained_on == [*b"hello <b><|im_end|>\n", *"ja ß<|im_end|>\n".encode(), 256]
+    trained_on = tokens.tokens[second][np.flatnonzero(tokens.loss_mask[second])].tolist()
+    assert trained_on == [*b"hello <b><|im_end|>\n"]
 
 
 def test_special_tokens_of_a_template_are_ids_and_its_end_is_no_second_one(tmp_path, offline, write_tokenizer):
@@ -204,7 +204,7 @@ def test_special_tokens_of_a_template_are_ids_and_its_end_is_no_second_one(tmp_p
     conversation = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
     tokens = prepare(tmp_path, template, [conversation], tokenizer=str(tokenizer))
     assert tokens.tokens.tolist() == [2, 3, 4, 5, 6, 1]
-    assert tokens.taught.tolist() == [0, 0, 0, 1, 1, 1]
+    assert tokens.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_what_a_row_lacks_is_not_there_and_tools_may_be_json(tmp_path, offline):
@@ -220,7 +220,7 @@ def test_what_a_row_lacks_is_not_there_and_tools_may_be_json(tmp_path, offline):
     tokens = TokenFile.open(prepare_tokens(data))
     text = bytes(i for i in tokens.tokens.tolist() if i < 256).decode()
     assert text == 'weather[{"arguments": {"city": 1}}]weather[{"arguments": {"n": 1}}]'
-    assert tokens.taught[tokens.tokens == 256].tolist() == [1, 1]
+    assert tokens.loss_mask[tokens.tokens == 256].tolist() == [1, 1]
     pq.write_table(pa.table({"messages": calls, "tools": ["no json"] * 2}), tmp_path / "chats.parquet")
     with pytest.raises(DataError, match=r"row 1 of '.*chats\.parquet': field 'tools' is neither a list of tools nor"):
         prepare_tokens(data)

@@ -73,16 +73,16 @@ def test_a_byte_that_is_another_one_is_found_by_who_reads_all(tmp_path, offline,
     TokenFile.open(folder).verify()
 
 
-@pytest.mark.parametrize("taught", [(), (0, 1, 1)])
-def test_tokens_of_older_versions_are_read_and_what_cannot_be_compared_is_said(write_tokens, taught):
-    folder = write_tokens([1, 2, 256], taught=taught)
-    sha256 = hashlib.sha256((folder / "tokens.bin").read_bytes() + bytes(taught)).hexdigest()
+@pytest.mark.parametrize("loss_mask", [(), (0, 1, 1)])
+def test_tokens_of_older_versions_are_read_and_what_cannot_be_compared_is_said(write_tokens, loss_mask):
+    folder = write_tokens([1, 2, 256], loss_mask=loss_mask)
+    sha256 = hashlib.sha256((folder / "tokens.bin").read_bytes() + bytes(loss_mask)).hexdigest()
     info = json.loads((folder / "tokens.json").read_text()) | {"sha256": sha256}
     (folder / "tokens.json").write_text(json.dumps(info))
     tokens = TokenFile.open(folder)
     assert tokens.tokens.tolist() == [1, 2, 256]
     assert tokens.fingerprint == sha256  # as checkpoints of that version have it
-    if taught:
+    if loss_mask:
         with pytest.raises(DataError, match=r"cannot be compared: an older version prepared it, .* delete that folder"):
             tokens.verify()
     else:

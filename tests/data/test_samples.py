@@ -118,15 +118,15 @@ def test_a_larger_model_vocabulary_is_fine_and_a_smaller_one_is_not(write_tokens
 def test_an_id_that_no_tokenizer_gave_is_an_error_with_its_place(write_tokens, options):
     ids = [*range(9), 257, 300, *range(9)]
     folder = write_tokens(ids, documents=[8, 6, 6])
-    cut = SampledSource(TokenFile.open(folder), 4, **options)
-    cut.read(np.array([0]))
+    source = SampledSource(TokenFile.open(folder), 4, **options)
+    source.read(np.array([0]))
     with pytest.raises(
         DataError, match=r"tokens\.bin' holds id (257|300) at position (9|10), the tokenizer has 257: the"
     ):
-        for number in range(cut.num_samples):
-            cut.read(np.array([number]))
+        for number in range(source.num_samples):
+            source.read(np.array([number]))
     (folder / "tokens.bin").write_bytes(np.minimum(ids, 256).astype("<u2").tobytes())
-    SampledSource(TokenFile.open(folder), 4, **options).read(np.arange(cut.num_samples))
+    SampledSource(TokenFile.open(folder), 4, **options).read(np.arange(source.num_samples))
 
 
 def test_truncated_tokens_are_an_error(write_tokens):
@@ -232,7 +232,7 @@ def test_where_documents_end_is_known_whatever_their_last_token_is(write_tokens)
 def test_padded_samples_are_documents_cut_or_filled_up(write_tokens):
     folder = write_tokens(range(10, 21), documents=[3, 7, 1])
     samples = make_samples(folder, 4, 3, is_padded=True)
-    assert (samples.num_samples, samples.cuts[0].num_cut) == (3, 1)
+    assert (samples.num_samples, samples.sources[0].num_cut) == (3, 1)
     tokens, targets, is_last = samples.batch(0, range(3))
     order = tokens[:, 0].argsort()
     assert tokens[order].tolist() == [[10, 11, 12, 256], [13, 14, 15, 16], [20, 256, 256, 256]]
@@ -241,26 +241,26 @@ def test_padded_samples_are_documents_cut_or_filled_up(write_tokens):
     assert is_last[order].tolist() == [[False, False, True, False], [False] * 4, [True, False, False, False]]
 
 
-def test_only_what_is_taught_is_a_target(write_tokens):
-    folder = write_tokens(range(9), taught=[0, 0, 1, 1, 0, 0, 1, 0, 1])
+def test_only_what_the_loss_mask_keeps_is_a_target(write_tokens):
+    folder = write_tokens(range(9), loss_mask=[0, 0, 1, 1, 0, 0, 1, 0, 1])
     _, targets, _ = make_samples(folder, 8, 1).batch(0, [0])
     assert targets.tolist() == [[IGNORED, 2, 3, IGNORED, IGNORED, 6, IGNORED, 8]]
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("taught", [(), (1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0), (0,) * 11])
-def test_samples_without_a_target_are_those_that_are_counted(write_tokens, monkeypatch, is_padded, taught):
+@pytest.mark.parametrize("loss_mask", [(), (1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0), (0,) * 11])
+def test_samples_without_a_target_are_those_that_are_counted(write_tokens, monkeypatch, is_padded, loss_mask):
     monkeypatch.setattr(dtlayout.data.samples, "_SAMPLES_AT_ONCE", 2)
-    folder = write_tokens(range(11), documents=[3, 6, 1, 1], taught=taught)
+    folder = write_tokens(range(11), documents=[3, 6, 1, 1], loss_mask=loss_mask)
     samples = make_samples(folder, 3, 3 + is_padded, is_padded=is_padded)
     _, targets, _ = samples.batch(0, range(3 + is_padded))
-    assert samples.cuts[0].count_untaught() == (targets == IGNORED).all(dim=1).sum()
+    assert samples.sources[0].count_without_targets() == (targets == IGNORED).all(dim=1).sum()
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))
 def test_several_sources_have_their_shares_of_each_round_and_none_is_dealt_twice(weights, seed):
-    cut = SampledSource(TokenFile(np.zeros(9, np.uint16), np.array([0, 9]), None, 1, 0, ""), 4)
-    samples = Samples((cut,) * len(weights), Batch(seq_len=4, global_batch=1), seed, tuple(weights))
+    source = SampledSource(TokenFile(np.zeros(9, np.uint16), np.array([0, 9]), None, 1, 0, ""), 4)
+    samples = Samples((source,) * len(weights), Batch(seq_len=4, global_batch=1), seed, tuple(weights))
     quotas = samples._quotas
     assert sum(quotas) == ROUND
     assert all(
@@ -291,9 +291,9 @@ def test_a_mixture_is_the_same_samples_in_any_parts_and_its_sources_start_again_
 
 
 def test_a_weight_too_small_to_count_is_an_error(write_tokens):
-    cut = SampledSource(TokenFile.open(write_tokens(range(9))), 4, "tiny.txt")
+    source = SampledSource(TokenFile.open(write_tokens(range(9))), 4, "tiny.txt")
     with pytest.raises(DataError, match=r"the weight of tiny\.txt is less than 1 / 10000 of all"):
-        Samples((cut, cut), Batch(seq_len=4, global_batch=1), 0, (1e-6, 1.0))
+        Samples((source, source), Batch(seq_len=4, global_batch=1), 0, (1e-6, 1.0))
 
 
 def test_importing_the_data_package_imports_nothing_heavy():

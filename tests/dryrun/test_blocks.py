@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from parity import SHAPE, Case
 
-from dtlayout.dryrun.blocks import Added, Held, add_blocks, find_cut
+from dtlayout.dryrun.blocks import Added, Held, add_blocks, shorten_stages
 from dtlayout.spec.layout import Layout
 
 DEEPER = replace(SHAPE, num_layers=32)
@@ -13,11 +13,11 @@ DEEPER = replace(SHAPE, num_layers=32)
 
 def test_what_is_left_out_lies_between_blocks_like_it() -> None:
     layout = Layout(pp=2, recompute="every-2")
-    cut = find_cut(DEEPER, Case(layout).batch, layout, rank=1)
-    assert cut is not None
-    assert (cut.times, len(cut.of_shorter), len(cut.of_longer)) == (5, 10, 8)
-    assert cut.of_shorter[0] == 16 + 3 and cut.of_shorter[-1] == 28
-    assert set(cut.of_longer) < set(cut.of_shorter)
+    shortened = shorten_stages(DEEPER, Case(layout).batch, layout, rank=1)
+    assert shortened is not None
+    assert (shortened.times, len(shortened.of_shorter), len(shortened.of_longer)) == (5, 10, 8)
+    assert shortened.of_shorter[0] == 16 + 3 and shortened.of_shorter[-1] == 28
+    assert set(shortened.of_longer) < set(shortened.of_shorter)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_what_is_left_out_lies_between_blocks_like_it() -> None:
     ids=str,
 )
 def test_all_blocks_of_short_stages_are_built(layout: Layout) -> None:
-    assert find_cut(DEEPER, Case(layout, global_batch=16).batch, layout, rank=0) is None
+    assert shorten_stages(DEEPER, Case(layout, global_batch=16).batch, layout, rank=0) is None
 
 
 def test_another_moment_may_become_the_fullest() -> None:

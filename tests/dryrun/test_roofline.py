@@ -7,7 +7,7 @@ from small import scenario
 
 from dtlayout.costmodel.engine import Features
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
-from dtlayout.dryrun.roofline import price
+from dtlayout.dryrun.roofline import roofline_time
 from dtlayout.measure.ledger import Footprint
 from dtlayout.mesh.axes import coordinate
 from dtlayout.models.operations import AttentionCall, KernelCall, Matmul, Pass
@@ -50,7 +50,7 @@ def test_one_rank_takes_the_sum_and_the_second_microbatch_stands_for_those_left_
         *did(F, 0, 1, MATMUL, GATHER), *did(B, 0, 1, MATMUL, MATMUL),
         *did(None, 0, 0, PASS, PASS),
     ]  # fmt: skip
-    time = price(a_scenario(layout, 5), layout, KERNELS, [report_of(0, layout, done, run=2, whole=5)])
+    time = roofline_time(a_scenario(layout, 5), layout, KERNELS, [report_of(0, layout, done, run=2, whole=5)])
     assert time is not None
     assert time.compute == pytest.approx(2 * MATMUL_S + PASS_S + 4 * 3 * MATMUL_S)
     assert time.recompute == pytest.approx(ATTENTION_S)
@@ -64,9 +64,11 @@ def test_gathers_and_reductions_wait_only_for_what_their_action_does_not_hide():
     reduction = Message("reduce_scatter", "dp_shard", int(8e9), crosses_node=False)
     reduction_s = 10e-6 + 4e9 / 50e9 + 5e-6
     done = [*did(F, 0, 0, MATMUL), *did(B, 0, 0, MATMUL, reduction)]
-    time = price(a_scenario(layout, 1, overlap=0.5), layout, KERNELS, [report_of(0, layout, done, run=1, whole=1)])
+    time = roofline_time(
+        a_scenario(layout, 1, overlap=0.5), layout, KERNELS, [report_of(0, layout, done, run=1, whole=1)]
+    )
     assert time is not None and time.dp == pytest.approx(reduction_s - 0.5 * MATMUL_S)
-    hidden = price(
+    hidden = roofline_time(
         a_scenario(layout, 1, overlap=0.5), layout, KERNELS,
         [report_of(0, layout, [*done, *did(B, 0, 0, *[MATMUL] * 4)], run=1, whole=1)],
     )  # fmt: skip
@@ -83,7 +85,7 @@ def test_stages_that_nobody_ran_are_like_the_first_without_its_embedding():
     layout = Layout(pp=4, stage_layers=(1, 1, 1, 1))
     first = report_of(0, layout, pipeline(0, PASS) + pipeline(0, PASS, module="model.embed_tokens"))
     last = report_of(3, layout, pipeline(3, PASS, PASS, module="lm_head"))
-    time = price(a_scenario(layout, 2), layout, KERNELS, [first, last])
+    time = roofline_time(a_scenario(layout, 2), layout, KERNELS, [first, last])
     assert time is not None
     # The last stage does F0 B0 F1 B1 from 4 to 12 ms, and the last gradient is back at the first after 2 ms more.
     assert time.compute == pytest.approx(8 * PASS_S)
@@ -102,7 +104,7 @@ def test_stages_that_exchange_a_tied_gradient_wait_for_it_once_and_no_message_wa
         for of in [(tied, replace(tied, name="recv"))]
     ]
     without = [replace(end, done=[done for done in end.done if done.place.action]) for end in ends]
-    with_tied, plain = (price(a_scenario(layout, 2), layout, KERNELS, reports) for reports in (ends, without))
+    with_tied, plain = (roofline_time(a_scenario(layout, 2), layout, KERNELS, reports) for reports in (ends, without))
     assert with_tied is not None and plain is not None
     assert with_tied.bubble == pytest.approx(plain.bubble)
     assert with_tied.dp == pytest.approx(1e9 / 50e9 + 5e-6) and plain.dp == 0
@@ -111,13 +113,13 @@ def test_stages_that_exchange_a_tied_gradient_wait_for_it_once_and_no_message_wa
 def test_without_both_ends_of_the_pipeline_there_is_no_price():
     layout = Layout(pp=4)
     first = report_of(0, layout, pipeline(0, PASS))
-    assert price(a_scenario(layout, 2), layout, KERNELS, [first]) is None
+    assert roofline_time(a_scenario(layout, 2), layout, KERNELS, [first]) is None
 
 
 def test_a_small_all_reduce_over_all_ranks_takes_microseconds():
     layout = Layout(dp_shard=4, tp=2)
     numbers = Message("all_reduce", "all", 24, crosses_node=False)
-    time = price(a_scenario(layout, 1), layout, KERNELS, [
+    time = roofline_time(a_scenario(layout, 1), layout, KERNELS, [
         report_of(0, layout, [*did(F, 0, 0, PASS), *did(None, 0, 0, numbers)], run=1, whole=1)
     ])  # fmt: skip
     assert time is not None and 10e-6 < time.dp < 1e-4

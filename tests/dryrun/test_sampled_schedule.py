@@ -1,4 +1,4 @@
-"""The peak that an excerpt of a step gives is that of the whole one, to the byte."""
+"""The peak that a sampled step gives is that of the whole one, to the byte."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from thorough import mostly_thorough
 
 from dtlayout.dryrun.blocks import ActionMemory, Held
 from dtlayout.dryrun.ranks import Subject, dry_run_ranks, find_peaks
-from dtlayout.dryrun.sampled_schedule import Excerpt, find_excerpt, put_together
+from dtlayout.dryrun.sampled_schedule import SampledSchedule, peak_of_step, sample_schedule
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
@@ -39,7 +39,7 @@ CASES = [
 @pytest.mark.parametrize(
     "case", mostly_thorough(CASES, lambda i, _: i % 2 > 0), ids=[str(case.layout) for case in CASES]
 )
-def test_an_excerpt_says_the_peak_of_the_whole_step(case: Case) -> None:
+def test_a_sampled_schedule_says_the_peak_of_the_whole_step(case: Case) -> None:
     config, options = to_config(case), {"device_type": "cuda", "gpus_per_node": 2}
     ranks = [0, case.layout.world_size - 1] if case.layout.pp > 1 else [0]
     subjects = [Subject(config, case.layout, case.kernels, rank) for rank in ranks]
@@ -51,54 +51,54 @@ def test_an_excerpt_says_the_peak_of_the_whole_step(case: Case) -> None:
 @pytest.mark.parametrize(("rank", "most"), [(0, 0.35), (3, 0.35)])
 def test_of_many_stages_a_few_actions_are_run(rank: int, most: float) -> None:
     layout = replace(INTERLEAVED, pp=4, virtual_stages=8, dp_shard=1, zero=3)
-    excerpt = find_excerpt(DEEPER, Case(layout, global_batch=64).batch, layout, rank)
-    assert set(excerpt.kinds) == set(excerpt.of_whole)
-    assert len(excerpt.kinds) <= most * len(excerpt.of_whole)
-    assert excerpt.schedule.ranks[rank] and excerpt.share < 1
+    sample = sample_schedule(DEEPER, Case(layout, global_batch=64).batch, layout, rank)
+    assert set(sample.kinds) == set(sample.of_whole)
+    assert len(sample.kinds) <= most * len(sample.of_whole)
+    assert sample.schedule.ranks[rank] and sample.share < 1
 
 
 def test_of_a_long_gpipe_few_microbatches_are_run() -> None:
     layout = Layout(pp=2, schedule="gpipe")
-    excerpt = find_excerpt(DEEP, Case(layout, global_batch=512).batch, layout, 0)
-    assert len(excerpt.of_whole) > 1500 and len(excerpt.kinds) < 30
+    sample = sample_schedule(DEEP, Case(layout, global_batch=512).batch, layout, 0)
+    assert len(sample.of_whole) > 1500 and len(sample.kinds) < 30
 
 
 def test_nothing_is_put_together_of_actions_that_differ() -> None:
     layout = Layout(pp=2, schedule="gpipe")
-    excerpt = find_excerpt(DEEP, Case(layout, global_batch=64).batch, layout, 0)
-    heights = ActionMemory()
-    heights.actions = [Held(0) for _ in excerpt.kinds]
-    for held in heights.actions:
+    sample = sample_schedule(DEEP, Case(layout, global_batch=64).batch, layout, 0)
+    memory = ActionMemory()
+    memory.actions = [Held(0) for _ in sample.kinds]
+    for held in memory.actions:
         held.fullest_bytes, held.left_bytes = 7, 1
-    assert put_together(excerpt, [heights]) == 7 + len(excerpt.of_whole) - 1
-    alike = [place for place, kind in enumerate(excerpt.kinds) if excerpt.kinds.count(kind) > 1]
-    heights.actions[alike[0]].fullest_bytes = 8
-    assert put_together(excerpt, [heights]) is None
+    assert peak_of_step(sample, [memory]) == 7 + len(sample.of_whole) - 1
+    alike = [place for place, kind in enumerate(sample.kinds) if sample.kinds.count(kind) > 1]
+    memory.actions[alike[0]].fullest_bytes = 8
+    assert peak_of_step(sample, [memory]) is None
 
 
 def test_nothing_is_put_together_where_the_update_of_all_stages_may_be_fullest() -> None:
     layout = replace(INTERLEAVED, dp_shard=1)
-    excerpt = find_excerpt(DEEP, Case(layout, global_batch=16).batch, layout, 0)
-    heights = ActionMemory()
-    heights.actions = [Held(0) for _ in excerpt.kinds]
-    for held in heights.actions:
+    sample = sample_schedule(DEEP, Case(layout, global_batch=16).batch, layout, 0)
+    memory = ActionMemory()
+    memory.actions = [Held(0) for _ in sample.kinds]
+    for held in memory.actions:
         held.fullest_bytes = 8
-    heights.actions[-1].fullest_bytes = 1
-    assert put_together(excerpt, [heights]) == 8
-    heights.actions[-1].fullest_bytes = 7
-    assert put_together(excerpt, [heights]) is None
+    memory.actions[-1].fullest_bytes = 1
+    assert peak_of_step(sample, [memory]) == 8
+    memory.actions[-1].fullest_bytes = 7
+    assert peak_of_step(sample, [memory]) is None
 
 
-def not_of_a_few(excerpt: Excerpt, runs: Sequence[ActionMemory]) -> int | None:
-    return put_together(excerpt, runs) if len(excerpt.kinds) == len(excerpt.of_whole) else None
+def not_of_a_few(sample: SampledSchedule, runs: Sequence[ActionMemory]) -> int | None:
+    return peak_of_step(sample, runs) if len(sample.kinds) == len(sample.of_whole) else None
 
 
-@pytest.mark.parametrize("found", [put_together, not_of_a_few], ids=["of a few", "of all"])
+@pytest.mark.parametrize("found", [peak_of_step, not_of_a_few], ids=["of a few", "of all"])
 def test_where_a_few_actions_do_not_say_the_peak_all_are_executed(found, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(Layout(pp=2, schedule="gpipe"), model=DEEP, precision=BF16, global_batch=8)
-    excerpt = find_excerpt(case.model, case.batch, case.layout, 1)
-    assert len(excerpt.kinds) < len(excerpt.of_whole) and excerpt.cut is None
-    monkeypatch.setattr("dtlayout.dryrun.ranks.put_together", found)
+    sample = sample_schedule(case.model, case.batch, case.layout, 1)
+    assert len(sample.kinds) < len(sample.of_whole) and sample.shortened is None
+    monkeypatch.setattr("dtlayout.dryrun.ranks.peak_of_step", found)
     [(subject, peak_bytes)] = find_peaks(
         [Subject(to_config(case), case.layout, Kernels(), 1)], device_type="cpu", gpus_per_node=2
     )

@@ -157,7 +157,7 @@ def test_equal_is_what_torch_calls_equal(tmp_path, formats, shape, changed, nan)
     file = tmp_path / SINGLE_FILE
     save_file({"a": first.to(formats[0]), "b": second.to(formats[1])}, file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "_PIECE", 4)
+        patch.setattr(stored, "_VALUES_AT_ONCE", 4)
         assert are_equal(find_weights(tmp_path), "a", "b") is not is_changed
 
 

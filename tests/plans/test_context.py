@@ -130,12 +130,14 @@ def test_pieces_of_documents_are_the_scores_that_the_mask_leaves_and_no_others(c
         expected = int((shares[rank] + 1 - starts[:, shares[rank]]).sum())
         for parts in (others, [sorted(chunk for chunks in others for chunk in chunks)]):
             whole = own.new_empty(num_samples, 1, len(parts[0]) * queries.length, 1) if parts and parts[0] else own
-            pieces = queries.see_own(own, own) + [piece for each in parts for piece in queries.see(each, whole, whole)]
-            assert sum(count_area(piece) for piece in pieces) == expected
+            tiles = queries.own_tiles(own, own) + [
+                tile for each in parts for tile in queries.tiles_of(each, whole, whole)
+            ]
+            assert sum(count_area(tile) for tile in tiles) == expected
 
 
-def count_area(piece) -> int:
-    """The scores of a piece, of a square without those of later keys."""
-    samples, num_queries, num_keys = len(piece.k), piece.queries.stop - piece.queries.start, piece.k.shape[2]
-    assert piece.v.shape == piece.k.shape and (num_queries == num_keys or not piece.is_square)
-    return samples * (num_queries * (num_queries + 1) // 2 if piece.is_square else num_queries * num_keys)
+def count_area(tile) -> int:
+    """The scores of a tile, of a square without those of later keys."""
+    samples, num_queries, num_keys = len(tile.k), tile.queries.stop - tile.queries.start, tile.k.shape[2]
+    assert tile.v.shape == tile.k.shape and (num_queries == num_keys or not tile.is_square)
+    return samples * (num_queries * (num_queries + 1) // 2 if tile.is_square else num_queries * num_keys)

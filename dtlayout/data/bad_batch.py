@@ -1,8 +1,8 @@
-"""Suspects: the samples of a step whose numbers were bad, as a file that `dtlayout data show` turns into text.
+"""The samples of a step whose numbers were bad, as a file that `dtlayout data show` turns into text.
 
-RUN/nonfinite-step-00000007.json or RUN/spike-step-00000007.json has the step, its loss and gradient norm, what tells
-the tokens from others, and of each sample of the global batch the number of its source in the config and its own number
-there.
+RUN/nonfinite-step-00000007.json or RUN/spike-step-00000007.json has the step, its loss and gradient norm, and the
+fingerprint of the tokens. For each sample of the global batch it has the index of its source in the config, and the
+sample's own number there.
 """
 
 import json
@@ -18,20 +18,20 @@ from dtlayout.data.samples import Samples
 
 @dataclass(frozen=True, kw_only=True)
 class BadBatch:
-    """The file."""
+    """Content of the file."""
 
     step: int
-    """Which step it was; they count from 1 on."""
+    """Number of the step; steps count from 1."""
     loss: str
     grad_norm: str
     tokens: str
-    """`Samples.fingerprint`."""
+    """`Samples.fingerprint`, by which these tokens are told from others."""
     samples: list[list[int]]
-    """Source and sample of each index of the global batch, both from 0 on."""
+    """(source, sample) for each index of the global batch; both count from 0."""
 
     @classmethod
     def of(cls, samples: Samples, step: int, loss: float, grad_norm: float) -> "BadBatch":
-        """Those of a step, which counts from 1 on."""
+        """The samples of `step`, which counts from 1."""
         located = samples.locate(step - 1, range(samples.sizes.global_batch))
         pairs = [[int(source), int(sample)] for source, sample in zip(*located, strict=True)]
         return cls(step=step, loss=str(loss), grad_norm=str(grad_norm), tokens=samples.fingerprint, samples=pairs)
