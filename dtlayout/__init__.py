@@ -14,7 +14,7 @@ os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 _PUBLIC = {
     "spec.batch": ["Batch"], "spec.kernels": ["Kernels"], "spec.layout": ["Layout"],
     "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
-    "spec.optimizers": ["Optimizer", "register_optimizer"], "models.presets": ["find_preset"],
+    "spec.optimizers": ["Optimizer", "RoleOptimizer", "register_optimizer"], "models.presets": ["find_preset"],
     "models.families": ["Family", "register_family"], "config.loading": ["load_config"],
     "spec.kernel_table": ["register_kernel"], "spec.cluster": ["register_gpu"],
     "costmodel.engine": ["register_engine"], "plans.plan": ["Plan", "make_plan"],

@@ -74,7 +74,7 @@ def check_resume(cell: ResumeCheck, device: Device) -> Checked:
     assembly, step = build_step(cell.step, device)
     with tempfile.TemporaryDirectory() as folder:
         _train(assembly, step, cell.step, device, half)
-        tensors = collect_state(assembly.modules, step.optimizer, shape, AdamW().state)
+        tensors = collect_state(assembly.modules, step.optimizer, shape, AdamW())
         wait_for_copies = HostCopies(step.optimizer, device.type).take(tensors)
         expected = _train(assembly, step, cell.step, device, NUM_STEPS - half)
         saved = save_checkpoint(Path(folder), half, wait_for_copies(), shape, AdamW(), keep=1, group=host)

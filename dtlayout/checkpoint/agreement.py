@@ -1,7 +1,7 @@
-"""What ranks that save agree on: who writes what, and whether it is written.
+"""Agreement of the ranks that save: which rank writes which shard, and whether it is written.
 
-The first rank hears what all have done, the others only whether all went well: of many ranks the former is work, which
-a host that trains at the same time should not do for nothing.
+The first rank hears every rank's results, the others only whether all went well. Reading many ranks' results is work,
+which a host that trains at the same time should not do for nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,15 @@ T = TypeVar("T")
 
 
 def agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
-    """What `work` gives on each rank that has some, on the first rank; CheckpointError on all if it fails on one."""
+    """Run `work` on each rank that has some; the first rank gets all results, the others an empty list.
+
+    CheckpointError on all ranks if it fails on one.
+    """
     done: tuple[T | None, str] = None, ""
     try:
         done = (work() if work else None), ""
     except Exception as error:  # whatever it is, the others hear of it and don't wait
-        # Of a write that failed torch's archive says less than the system has said.
+        # torch's archive says less about a failed write than the system has said.
         told = error.__context__ if isinstance(error.__context__, OSError) else error
         done = None, f"{path} cannot be written: {last_line(told)}"
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -47,12 +50,12 @@ def tell(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 class RepeatedPlanner(DefaultSavePlanner):
-    """Says which rank writes which shard: planned by the first rank, of all that every rank holds, and then kept."""
+    """Plans which rank writes which shard: the first rank does so once, from what every rank holds, and keeps it."""
 
     plan: SavePlan
-    """What this rank writes."""
+    """Shards that this rank writes."""
     metadata: Metadata
-    """Of all tensors, on the first rank."""
+    """DCP's description of all tensors; on the first rank alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ _LISTED = 5
 """Tensors that are named; the others are counted."""
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
-"""Those of splitmix64, as signed numbers."""
+"""Factors of splitmix64, as signed numbers."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TensorPart = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, first indices, shape."""

@@ -26,7 +26,7 @@ _LATEST = "latest"
 
 
 def name_checkpoint(folder: Path, step: int) -> Path:
-    """Of the checkpoint after so many steps."""
+    """The path of the checkpoint after `step` steps."""
     return folder / f"{PREFIX}{step:08d}"
 
 

@@ -1,4 +1,4 @@
-"""What goes along with exported weights: config.json, tokenizer, chat template, and where texts end. No torch.
+"""Files that go along with exported weights: config.json, tokenizer, chat template, and where texts end. No torch.
 
 Base: a Hugging Face folder, or RUN/kept, in which a run keeps these files from its start on. So an export needs neither
 the folder that a run came from nor the working directory that its config's paths began in.
@@ -55,7 +55,7 @@ def _read_all(folder: Path) -> dict[Path, bytes]:
 
 
 def find_base(config: Config, *, is_new: bool) -> Path | None:
-    """What the model of a run came with: what the run has kept, or the folder that it starts from; None for neither."""
+    """The folder with the files that a run's model came with: the run's copy, or `train.init_from`; None if neither."""
     kept = Path(config.train.run_folder, KEPT)
     if not is_new and kept.is_dir():
         return kept

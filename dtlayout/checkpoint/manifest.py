@@ -1,4 +1,4 @@
-"""What a whole checkpoint consists of: each file's size and hash, and what wrote it. No torch.
+"""The manifest of a whole checkpoint: each file's size and hash, and the versions that wrote it. No torch.
 
     step-00000070/manifest.json     written last, before the folder gets its name
 
@@ -122,9 +122,9 @@ def _find_misfit(files: Any) -> str:
 
 
 def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:
-    """What is wrong with a checkpoint's files, of which every `every`-th is read; empty if nothing is.
+    """Problems of a checkpoint's files, one line each; empty if none is found.
 
-    Of one that has no manifest nothing is known to be wrong.
+    Every `every`-th file is read, from `first` on. A checkpoint without a manifest has no known problem.
     """
     try:
         manifest = read_manifest(checkpoint)

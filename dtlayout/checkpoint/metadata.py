@@ -1,6 +1,7 @@
-"""What DCP's `.metadata` says of tensors, made by functions that check every part of it.
+"""DCP's `.metadata` as torch's values of tensors, made by functions that check every part of it.
 
-The file is a pickle, which `opcodes` reads; here are the only names that it may have, and what comes of each.
+The file is a pickle, which `opcodes` reads. The only names that it may have are here, each with the function that makes
+its value.
 """
 
 import re
@@ -21,7 +22,7 @@ from dtlayout.checkpoint.opcodes import AllowedNames, Name, RefusedPickle, parse
 
 _MOST_DIMS = 16
 _FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
-"""What DCP calls a file of tensors, beside its metadata."""
+"""Name that DCP gives a file of tensors, beside its metadata."""
 
 
 class _Ignored:
@@ -84,7 +85,7 @@ def _chunk(fields: Any) -> ChunkStorageMetadata:
 
 
 def _properties(fields: Any) -> TensorProperties:
-    """Of the number format and four things that DCP keeps and no longer reads."""
+    """The properties of a tensor: its number format, and four things that DCP keeps and no longer reads."""
     if type(fields) is not tuple or len(fields) != 5 or type(fields[0]) is not torch.dtype:
         raise RefusedPickle("has a tensor without a number format")
     return TensorProperties(fields[0])

@@ -36,7 +36,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class AllowedNames:
-    """What a file may name; its functions raise RefusedPickle of what they cannot make a value from."""
+    """Names that a file may have; their functions raise RefusedPickle where they cannot make a value."""
 
     constants: Mapping[Name, Any]
     """Names that are values."""

@@ -1,22 +1,36 @@
-"""What an optimizer has for each parameter, where a checkpoint or a first step finds it missing."""
+"""The optimizer's state of each parameter, made where a checkpoint or a first step finds it missing."""
+
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from dtlayout.models.families import find_weight
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import Optimizer
 
 
-def fill_state(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int = 0) -> None:
-    """Give parameters that have no state one of zeros, from which the first update is the same, after `num_steps`."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if not (state := optimizer.state[parameter]):
-            if settings.step_bytes:
-                state["step"] = torch.tensor(float(num_steps), device=parameter.device)
-            for name, number_format in settings.state.items():
-                state[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
+def fill_state(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer,
+    num_steps: int = 0,
+) -> None:  # fmt: skip
+    """Give trained parameters that have no state one of zeros, after `num_steps`; a first update is the same from it.
+
+    `modules` are the model's stages whose parameters the optimizer has.
+    """
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        weight = find_weight(model, name)
+        if not weight.trains or (state := optimizer.state[parameter]):
+            continue
+        part = settings.of_role(weight.role)
+        if part.step_bytes:
+            state["step"] = torch.tensor(float(num_steps), device=parameter.device)
+        for kind, number_format in part.state.items():
+            state[kind] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
 
 
 def set_updates(optimizer: torch.optim.Optimizer, num_updates: int) -> None:
-    """Have an optimizer that counts its updates go on after so many: fewer than steps, where some were left out."""
+    """Have an optimizer that counts its updates go on after `num_updates`: fewer than steps, if some were left out."""
     for kept in optimizer.state.values():
         if "step" in kept:
             kept["step"].fill_(num_updates)

@@ -9,7 +9,7 @@ from weights of its own.
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from math import prod
 from pathlib import Path
@@ -43,6 +43,7 @@ from dtlayout.checkpoint.manifest import (
 )
 from dtlayout.checkpoint.optimizer_state import fill_state
 from dtlayout.checkpoint.reader import Reader
+from dtlayout.models.families import find_weight
 from dtlayout.models.weights import list_weights
 from dtlayout.plans.init import find_place
 from dtlayout.spec.model_shape import ModelShape
@@ -57,25 +58,28 @@ def collect_state(
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     model: ModelShape,
-    kinds: Collection[str],
+    settings: Optimizer,
 ) -> dict[str, Tensor]:
-    """This rank's shards of parameters and of these kinds of the optimizer's state, under their names in a checkpoint.
+    """This rank's shards of parameters and of the optimizer's state of them, under their names in a checkpoint.
 
-    Tied weights are there under their first name, on every stage that has them; a rank that has both stages gives one
-    of the equal tensors.
+    `settings` say which state each parameter has; frozen ones have none. Tied weights are there under their first name,
+    on every stage that has them; a rank that has both stages gives one of the equal tensors.
     """
-    return _take_first(_name_state(modules, optimizer, model, kinds))
+    return _take_first(_name_state(modules, optimizer, model, settings))
 
 
 def _name_state(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, kinds: Collection[str]
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, settings: Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that this rank holds, with its name in a checkpoint: tied weights once for each of its stages."""
+    """Every tensor that this rank holds, with its name in a checkpoint: tied weights once for each of its stages.
+
+    Without `settings` parameters alone.
+    """
     for module in modules:
         for local_name, parameter in module.named_parameters():
-            name = model.aliases.get(local_name, local_name)
+            name, weight = model.aliases.get(local_name, local_name), find_weight(model, local_name)
             yield f"parameters.{name}", parameter.detach()
-            for kind in kinds:
+            for kind in settings.state_of(weight.role) if settings and weight.trains else ():
                 yield f"{kind}.{name}", optimizer.state[parameter][kind]
 
 
@@ -117,7 +121,7 @@ def save_checkpoint(
     writer.set_up_storage_writer(is_first)
 
     def write() -> tuple[list[WriteResult], Files]:
-        """Where this rank's shards are, and its files: names begin with the number of the rank that wrote them."""
+        """Write this rank's shards: their places and the rank's files, whose names begin with the rank's number."""
         (partial / "tensors").mkdir(exist_ok=True)
         written = writer.write_data(planner.plan, planner).value()
         names = [f"tensors/{file.name}" for file in (partial / "tensors").glob(f"__{dist.get_rank(group)}_*")]
@@ -248,7 +252,7 @@ def read_origin(path: Path) -> dict[str, Any]:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; CheckpointError if that cannot be read."""
+    """The `state.json` of a checkpoint; CheckpointError if it cannot be read."""
     try:
         state: dict[str, Any] = parse_json((path / STATE_NAME).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or type(step := state.get("step")) is not int or step < 0:
@@ -307,11 +311,12 @@ def load_checkpoint(
     has_state = saved_optimizer is not None
     if has_state:
         optimizer.state.clear()
-        fill_state(optimizer, settings, step)
-    kinds = settings.state if has_state else ()
-    _load_state(path, list(_name_state(modules, optimizer, model, kinds)), group)
-    tied = [f"{kind}.{name}" for kind in ("parameters", *kinds) for name in model.aliases.values()]
-    check_equal_parts(_name_state(modules, optimizer, model, kinds), tied, path, group)
+        fill_state(optimizer, modules, model, settings, step)
+    kept = settings if has_state else None
+    _load_state(path, list(_name_state(modules, optimizer, model, kept)), group)
+    kinds = ("parameters", *(_list_kinds(settings) if has_state else ()))
+    tied = [f"{kind}.{name}" for kind in kinds for name in model.aliases.values()]
+    check_equal_parts(_name_state(modules, optimizer, model, kept), tied, path, group)
     return step
 
 
@@ -348,5 +353,10 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
-    """What a checkpoint depends on, as JSON gives it back."""
-    return {"name": settings.name, "state": list(settings.state)}
+    """The settings on which a checkpoint depends, as JSON gives them back: the optimizers and their kinds of state."""
+    return {"name": ", ".join(part.name for part in settings.parts), "state": _list_kinds(settings)}
+
+
+def _list_kinds(settings: Optimizer) -> list[str]:
+    """The kinds of state that any of the optimizers of a model keeps."""
+    return list(dict.fromkeys(kind for part in settings.parts for kind in part.state))

@@ -35,7 +35,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         problems.append(_describe_mismatch(config, world_size))
     model, kernels = config.model, config.choose_kernels(device, layout).kernels
     trainer = find_engine(OWN_ENGINE, "cpu")  # its features are those on any device
-    problems += layout.problems(model, config.batch)
+    problems += layout.problems(model, config.batch) + config.optimizer.layout_problems(layout)
     problems += describe([broken for rule in _RULES for broken in rule(config)])
     problems += find_training_lacks(trainer, layout, model, config.precision)
     problems += kernels.problems(config.request_kernels(device, layout))

@@ -95,7 +95,7 @@ def _describe(title: str, of: type) -> Section:
 
 def _show_default(f: "Field[Any]") -> str | None:
     if f.default is MISSING:
-        return None
+        return None if f.default_factory is MISSING else ""
     return toml.dumps({"key": f.default}).partition(" = ")[2].strip()
 
 

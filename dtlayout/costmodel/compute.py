@@ -4,6 +4,7 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp; E experts,
 docs/theory/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
 """
 
+from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import AttentionCall, KernelCall, Matmul
-from dtlayout.models.tape import BlockTensor
+from dtlayout.models.tape import BlockTensor, TapeEntry
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
@@ -50,6 +51,8 @@ class BlockTime(NamedTuple):
     """cp's messages, a part of `forward_tp_s`."""
     forward_ep_s: float = 0.0
     """ep's exchanges, a part of `forward_tp_s`."""
+    frozen_s: float = 0.0
+    """The part of matmuls with frozen weights in forward: backward has one matmul for each, not two."""
 
     @property
     def gpu_s(self) -> float:
@@ -106,17 +109,20 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout)]
+    tape = block_tape(scenario.model)
+    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout, tape)]
+    frozen = [entry for entry in tape if not entry.weights]
+    frozen_s = sum(times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout, frozen))
     traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
-        num_norms = sum(entry.kind == "norm" for entry in block_tape(scenario.model))
+        num_norms = sum(entry.kind == "norm" for entry in tape)
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
-    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s
+    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
     hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
     forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
@@ -132,11 +138,14 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         last_matmul_s=matmuls_s[-1],
         forward_cp_s=forward_cp_s,
         forward_ep_s=forward_ep_s,
+        frozen_s=frozen_s,
     )
 
 
-def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float]]:
-    """Times, rows, outputs and inputs of each matmul of a block on one rank; fused ones are one.
+def _matmul_sizes(
+    scenario: Scenario, layout: Layout, tape: Iterable[TapeEntry]
+) -> list[tuple[float, float, float, float]]:
+    """Times, rows, outputs and inputs of each matmul of some entries on one rank; fused ones are one.
 
     Matmuls of experts count more often where they are slower than others. Each expert multiplies the rows that it is
     sent: T·k/E of each rank's tokens, as if all experts were sent as many.
@@ -144,11 +153,11 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
     sizes: list[tuple[float, float, float, float]] = []
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in block_tape(scenario.model):
+    for entry in tape:
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
             outputs, inputs = _own_part(made, layout), _own_part(read, layout)
-            if entry.fuses and fuses:
+            if entry.fuses and fuses and sizes:
                 sizes[-1] = (1, tokens, sizes[-1][2] + outputs, inputs)
             elif read.spread == made.spread:  # each rank multiplies what it has of the stream
                 sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs))
@@ -388,9 +397,10 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     is_replicated = scenario.engine.features.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
     loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
-    forward_s, backward_s = matmul + loss_s / 2, 2 * matmul + loss_s / 2
+    trains = describe(model).head.trains
+    forward_s, backward_s = matmul + loss_s / 2, (1 + trains) * matmul + loss_s / 2
     if find_kernel(LossKernel, kernels.loss).joins_matmul:
-        weight = model.vocab_size / t * model.hidden_size
+        weight = model.vocab_size / t * model.hidden_size * trains
         adding_s = pass_s(scenario, count_loss_chunks(tokens) * 2 * size * weight)
         forward_s, backward_s = forward_s + (backward_s + adding_s), 0.0
     link = tp_link(scenario, layout)

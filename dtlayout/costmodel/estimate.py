@@ -20,6 +20,7 @@ from dtlayout.costmodel.memory import (
     rank_estimator,
 )
 from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
+from dtlayout.costmodel.parameter_groups import Apart, count_apart
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import BlocksWork, LayoutWork, StageWork, send_s
@@ -188,13 +189,20 @@ class Estimator:
         """Seconds of a step in which a rank's link to its host copies, hidden or not."""
         return copied_s(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
 
-    def _count_parameters(self, layout: Layout) -> list[float]:
-        """Parameters of each pipeline rank."""
+    def _count_parameters(self, layout: Layout) -> list[tuple[float, Apart]]:
+        """Parameters of each pipeline rank, and those that stand apart."""
         stages, model = self.stages(layout), self.scenario.model
         return [
-            sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks)
+            (
+                sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks),
+                self._count_apart(chunks, layout),
+            )
             for chunks in (layout.placement.take(stages, rank) for rank in range(layout.pp))
         ]
+
+    def _count_apart(self, chunks: Sequence[StageSlice], layout: Layout) -> Apart:
+        model, optimizer = self.scenario.model, self.scenario.optimizer
+        return Apart.add((count_apart(model, optimizer, chunk, layout.tp, layout.ep), 1) for chunk in chunks)
 
     def fits_host(self, layout: Layout, kernels: Kernels) -> bool:
         """`Estimate.fits_host`, without the rest."""
@@ -278,7 +286,8 @@ class Estimator:
         of_experts = sum(count_stage_experts(model, chunk, layout.ep) for chunk in chunks)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
         has_head = any(chunk.head for chunk in chunks)
-        update = find_update(self.scenario, layout, n, has_head=has_head, of_experts=of_experts)
+        apart = self._count_apart(chunks, layout)
+        update = find_update(self.scenario, layout, n, has_head=has_head, of_experts=of_experts, apart=apart)
         return update_times(self.scenario, layout, update, num_layers, m, own.forward_s, own.backward_s)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:

@@ -16,17 +16,12 @@ from functools import cache, lru_cache
 from dtlayout.costmodel.engine_constants import RunAheadConstants
 from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
-from dtlayout.costmodel.scenario import (
-    Scenario,
-    count_expert_shards,
-    count_state_shards,
-    format_sizes,
-    tokens_of,
-)
+from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
+from dtlayout.costmodel.scenario import Scenario, format_sizes, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import Weight
 from dtlayout.models.families import block_tape, describe
-from dtlayout.models.tape import TapeOptions, own_saves
+from dtlayout.models.tape import TapeOptions
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
 from dtlayout.spec.kernel_table import AttentionKernel, NormKernel, SwigluKernel, find_kernel
@@ -177,8 +172,9 @@ def _distributed_optimizer_ranks(
         n = sum(count_stage_parameters(scenario.model, chunk, layout.tp, layout.ep) for chunk in chunks)
         of_experts = sum(count_stage_experts(scenario.model, chunk, layout.ep) for chunk in chunks)
         unit = largest_unit(scenario.model, chunks, layout.tp, layout.ep)
+        parts = (count_apart(scenario.model, scenario.optimizer, chunk, layout.tp, layout.ep) for chunk in chunks)
         return MemoryEstimate(
-            **state_bytes(scenario, layout, n, unit, of_experts),
+            **state_bytes(scenario, layout, n, unit, of_experts, Apart.add((each, 1) for each in parts)),
             activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
             logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
             run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
@@ -234,24 +230,25 @@ def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int, ep: i
     return max(block, count_embedding_parameters(model) / tp if ends else 0.0)
 
 
-def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float, of_experts: float = 0.0) -> dict[str, float]:
-    """Component → bytes of n parameters and of what belongs to them, of which the largest FSDP unit has `unit`.
+def state_bytes(
+    scenario: Scenario, layout: Layout, n: float, unit: float, of_experts: float = 0.0, apart: Apart = NONE_APART
+) -> dict[str, float]:
+    """Component → bytes of n parameters and of their gradients and optimizer; the largest FSDP unit has `unit` of them.
 
-    bf16 weights, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's are
-    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights, what it keeps of them and copies of
+    Weights are bf16, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's
+    are reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights, its state of them and copies of
     its own, over S. Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way.
-    The parameters of experts among them, `of_experts`, have as many ranks as hold the same experts in the place of S.
+    Parameters of experts, `of_experts` of the n, lie on as many ranks as hold the same experts instead of S. Frozen
+    ones, which `apart` counts, have weights alone.
     """
-    features, gathers = scenario.engine.features, layout.zero == 3
-    bucket = features.bucket_bytes * n if layout.dp > 1 else 0.0
-    shard = n / count_state_shards(layout)
-    if of_experts:
-        shard = (n - of_experts) / count_state_shards(layout) + of_experts / count_expert_shards(layout)
+    features, gathers, copy_bytes = scenario.engine.features, layout.zero == 3, scenario.engine.constants.copy_bytes
+    shards = {each: own.shard(layout) for each, own in list_trained(scenario.optimizer, n, of_experts, apart)}
+    trained, shard, frozen = n - apart.frozen.total, sum(shards.values()), apart.frozen.shard(layout)
     return {
-        "parameters": 2 * (shard if gathers else n),
-        "gradients": features.gradient_bytes * (shard if layout.zero > 1 and layout.pp == 1 else n),
-        "optimizer": (4 + scenario.optimizer.state_bytes(4) + scenario.engine.constants.copy_bytes) * shard,
-        "buffers": bucket + (2 * 2 * unit if gathers else 0.0),
+        "parameters": 2 * (shard + frozen if gathers else n),
+        "gradients": features.gradient_bytes * (shard if layout.zero > 1 and layout.pp == 1 else trained),
+        "optimizer": sum((4 + each.state_bytes(4) + copy_bytes) * own for each, own in shards.items()),
+        "buffers": (features.bucket_bytes * trained if layout.dp > 1 else 0.0) + (2 * 2 * unit if gathers else 0.0),
     }
 
 
@@ -288,8 +285,9 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
         beside["norm"] = constants.norm_saved_bytes / 2
     num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept
     held, sizes = constants.block_saved_bytes * h, format_sizes(scenario)._asdict()
-    for entry, own in own_saves(block_tape(model, TapeOptions(num_gated_kept=num_kept - 1))):
-        kept = sum([sizes[each.format] * each.width / ranks[each.spread] for each in own if each.format != "exact"])
+    for entry in block_tape(model, TapeOptions(num_gated_kept=num_kept - 1)):
+        own = [each for each in entry.saves if each.format != "exact"]
+        kept = sum([sizes[each.format] * each.width / ranks[each.spread] for each in own])
         read = entry.reads[0]
         held += kept + (beside[entry.kind] * read.width / ranks[read.spread] if entry.kind in beside else 0.0)
     whole = held + score_bytes(scenario, layout, kernels)

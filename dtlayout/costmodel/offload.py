@@ -23,6 +23,7 @@ from math import inf
 
 from dtlayout.costmodel.cache_keys import StageLayout
 from dtlayout.costmodel.fsdp2.sizes import Sizes
+from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
@@ -46,20 +47,33 @@ def host_capacity_bytes(scenario: Scenario) -> float:
     return _HOST_SHARE * memory_bytes * max(1.0, gpu.gpus_per_node / per_node)  # fewer GPUs share the vendor's server
 
 
-def state_on_host_bytes(scenario: Scenario, layout: Layout, num_parameters: float) -> float:
-    """Bytes of a rank's state in its host's memory: masters, gradients and the optimizer's state."""
+def state_on_host_bytes(scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart = NONE_APART) -> float:
+    """Bytes of a rank's state in its host's memory: masters, gradients and the optimizer's state.
+
+    Frozen parameters have masters alone.
+    """
     if not layout.offloads_state:
         return 0.0
     params = BYTES[scenario.precision.params]
-    each = 2 * params + scenario.optimizer.state_bytes(params)  # a master and its gradient
-    return each * num_parameters / count_state_shards(layout)
+    held = params * apart.frozen.total / count_state_shards(layout)
+    for optimizer, own in list_trained(scenario.optimizer, num_parameters, 0.0, apart):
+        each = 2 * params + optimizer.state_bytes(params)  # a master and its gradient
+        held += each * own.total / count_state_shards(layout)
+    return held
 
 
 def host_bytes(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], num_parameters: Sequence[float]
+    scenario: Scenario,
+    layout: Layout,
+    kernels: Kernels,
+    stages: Sequence[StageSlice],
+    num_parameters: Sequence[tuple[float, Apart]],
 ) -> tuple[float, ...]:
-    """The most that each pipeline rank has in its host's memory; `num_parameters` are those of the ranks."""
-    held = [state_on_host_bytes(scenario, layout, n) for n in num_parameters]
+    """The most bytes that each pipeline rank has in its host's memory.
+
+    `num_parameters` has each rank's, and those that stand apart.
+    """
+    held = [state_on_host_bytes(scenario, layout, n, apart) for n, apart in num_parameters]
     if layout.offloads_activations:
         sizes, recompute = Sizes(scenario, layout, kernels), Recompute.parse(layout.recompute)
         m = max(1, layout.num_microbatches(scenario.batch))
@@ -73,11 +87,15 @@ def host_bytes(
 
 
 def copied_s(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], num_parameters: Sequence[float]
+    scenario: Scenario,
+    layout: Layout,
+    kernels: Kernels,
+    stages: Sequence[StageSlice],
+    num_parameters: Sequence[tuple[float, Apart]],
 ) -> float:
     """Seconds of a step in which some rank's link copies, in one direction or the other, whatever hides it."""
     m, longest_s = max(1, layout.num_microbatches(scenario.batch)), 0.0
-    for rank, n in enumerate(num_parameters):
+    for rank, (n, apart) in enumerate(num_parameters):
         seconds = 0.0
         if layout.offloads_activations:
             whole_s, kept_s = kept_copy_s(scenario, layout, kernels)
@@ -86,7 +104,8 @@ def copied_s(
             seconds += 2 * m * sum(kept_s if covered.covers(layer) else whole_s for layer in layers)
         if layout.offloads_state:
             gathers, reductions = (2 * m if layout.zero == 3 else 1), (m if layout.zero > 1 else 1)
-            seconds += (gathers + reductions) * state_times(scenario, layout, n)[0]
+            masters_s, gradients_s, *_ = state_times(scenario, layout, n, apart)
+            seconds += (gathers + reductions) * gradients_s + gathers * (masters_s - gradients_s)
         longest_s = max(longest_s, seconds)
     return longest_s
 
@@ -117,13 +136,18 @@ def host_pass_s(scenario: Scenario, nbytes: float) -> float:
     return nbytes / (speed or inf)
 
 
-def state_times(scenario: Scenario, layout: Layout, n: float) -> tuple[float, float, float]:
-    """Seconds for a shard of n parameters: its copy, adding its gradient to another on the host, the update there."""
-    params, shard = BYTES[scenario.precision.params], n / count_state_shards(layout)
-    copying_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * shard)
-    adding_s = copying_s + host_pass_s(scenario, 3 * params * shard)
-    return (
-        copying_s,
-        adding_s,
-        host_pass_s(scenario, shard * (scenario.optimizer.update_bytes + _GRADIENT_PASSES * params)),
+def state_times(
+    scenario: Scenario, layout: Layout, n: float, apart: Apart = NONE_APART
+) -> tuple[float, float, float, float]:
+    """Seconds for the shard of n parameters: copying the masters, copying the gradients, adding these to others on the
+    host, and the update there."""
+    params, shards = BYTES[scenario.precision.params], count_state_shards(layout)
+    shard, trained = n / shards, (n - apart.frozen.total) / shards
+    masters_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * shard)
+    gradients_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * trained)
+    adding_s = gradients_s + host_pass_s(scenario, 3 * params * trained)
+    moved = (
+        own.total / shards * (optimizer.update_bytes + _GRADIENT_PASSES * params)
+        for optimizer, own in list_trained(scenario.optimizer, n, 0.0, apart)
     )
+    return masters_s, gradients_s, adding_s, host_pass_s(scenario, sum(moved))

@@ -118,7 +118,13 @@ def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
 def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
     """A line for everything but kernels in a legal layout that the engine, or its GPUs, do not have."""
     problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
+    problems += find_update_problems(scenario, layout)
     return problems + find_layout_lacks(scenario.engine, layout, scenario.model)
+
+
+def find_update_problems(scenario: Scenario, layout: Layout) -> list[str]:
+    """Reasons why the optimizer of our trainer would be wrong in a layout, one line each; others may have their own."""
+    return scenario.optimizer.layout_problems(layout) if scenario.engine.name == OWN_ENGINE else []
 
 
 def find_scenario_lacks(scenario: Scenario) -> list[str]:

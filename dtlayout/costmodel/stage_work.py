@@ -113,7 +113,7 @@ class BlocksWork:
             host_s=host_forward_s + host_backward_s,
             forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
             backward_s=backward_s + backward_tp_s + recompute_s + host_backward_s + send_backward_s,
-            weight_s=blocks.forward_s - blocks.attention_s - blocks.elementwise_s,
+            weight_s=blocks.forward_s - blocks.attention_s - blocks.elementwise_s - blocks.frozen_s,
         )
 
     def _host_s(self, stage: StageClass, blocks_s: float) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.offload import state_times
+from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
@@ -17,12 +18,12 @@ _GRADIENT_TRAFFIC_BYTES = 12
 
 
 class Update(NamedTuple):
-    """Seconds of what a rank does once for its parameters, whatever hides it."""
+    """Seconds of each thing that a rank does once for its parameters, whatever hides it."""
 
     reduce_s: float
     """Gradients are summed over the ranks that share the state."""
     copy_s: float
-    """Their shards are summed over the replicas."""
+    """Shards of gradients are summed over the replicas."""
     gather_s: float
     """Parameters are gathered."""
     recompute_s: float
@@ -33,24 +34,30 @@ class Update(NamedTuple):
     """The host adds gradients of one microbatch to those of others, which the device waits for."""
 
 
-def find_update(scenario: Scenario, layout: Layout, n: float, *, has_head: bool, of_experts: float = 0.0) -> Update:
-    """That of n parameters, of which experts have `of_experts` and, where it is there, the head some."""
-    everywhere, update_bytes = n - of_experts, scenario.optimizer.update_bytes
-    if layout.offloads_state:
-        update_bytes = 0  # the device updates nothing
-    traffic = everywhere * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_state_shards(layout))
-    if of_experts:
-        traffic += of_experts * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_expert_shards(layout))
+def find_update(
+    scenario: Scenario, layout: Layout, n: float, *, has_head: bool, of_experts: float = 0.0, apart: Apart = NONE_APART
+) -> Update:
+    """The update of n parameters: `of_experts` of them are experts', and `has_head` says whether the head's are there.
+
+    Frozen ones, which `apart` counts, are gathered alone.
+    """
+    everywhere, traffic = n - of_experts, 0.0
+    for optimizer, own in list_trained(scenario.optimizer, n, of_experts, apart):
+        update_bytes = 0 if layout.offloads_state else optimizer.update_bytes  # by the device
+        traffic += own.everywhere * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_state_shards(layout))
+        if own.of_experts:
+            traffic += own.of_experts * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_expert_shards(layout))
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
-    once: Iterable[float] = _once_s(scenario, layout, everywhere, head, keeps_head=keeps_head)
+    frozen = apart.frozen
+    once: Iterable[float] = _once_s(scenario, layout, everywhere, head, frozen.everywhere, keeps_head=keeps_head)
     if of_experts:
-        once = map(add, once, _experts_once_s(scenario, layout, of_experts))
+        once = map(add, once, _experts_once_s(scenario, layout, of_experts, frozen.of_experts))
     reduce_s, copy_s, gather_s, recompute_s = once
     optimizer_s, adding_s = pass_s(scenario, traffic), 0.0
     if layout.offloads_state:
-        copying_s, adding_s, updating_s = state_times(scenario, layout, n)
-        reduce_s, gather_s, optimizer_s = reduce_s + copying_s, gather_s + copying_s, optimizer_s + updating_s
+        copying_s, gradients_s, adding_s, updating_s = state_times(scenario, layout, n, apart)
+        reduce_s, gather_s, optimizer_s = reduce_s + gradients_s, gather_s + copying_s, optimizer_s + updating_s
         recompute_s += copying_s if layout.zero == 3 else 0.0
     return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s)
 
@@ -93,11 +100,11 @@ class Sent(NamedTuple):
     last_s: float
     """Beside the last one."""
     alone_s: float
-    """What is not sent, and hides behind none: gradients are added and parameters updated."""
+    """Beside no microbatch: gradients are added and parameters updated, which sends nothing."""
 
     @classmethod
     def of(cls, scenario: Scenario, layout: Layout, update: Update, m: int) -> "Sent":
-        """What an update sends in a step of m microbatches."""
+        """The seconds of an update in a step of m microbatches."""
         reductions, all_s = (
             count_reductions(scenario, layout, m),
             update.recompute_s + update.reduce_s + update.gather_s,
@@ -123,18 +130,29 @@ _Once = tuple[float, float, float, float]
 """All of an `Update` but the optimizer."""
 
 
-def _once_s(scenario: Scenario, layout: Layout, n: float, head: float, *, keeps_head: bool) -> _Once:
-    """What all ranks of a stage have: n parameters, `head` of them the head's, which it may keep for its backward."""
+def _once_s(scenario: Scenario, layout: Layout, n: float, head: float, frozen: float, *, keeps_head: bool) -> _Once:
+    """Seconds for the n parameters that all ranks of a stage have.
+
+    `head` of them are the head's, which may stay gathered for its backward, and `frozen` ones are not reduced.
+    """
     shards, e = count_state_shards(layout), activation_size(scenario)
-    gathered = _weight_size(scenario) * (n - head) + e * head
-    again = gathered - e * head * keeps_head
-    return _send_once(scenario, layout, n, gathered, again, shards, layout.dp * layout.cp // shards, layout.tp)
+    gathered = _weight_size(scenario) * (n - head) + e * head - _spared_bytes(scenario, layout, frozen)
+    again, copies = gathered - e * head * keeps_head, layout.dp * layout.cp // shards
+    return _send_once(scenario, layout, n - frozen, gathered, again, shards, copies, layout.tp)
 
 
-def _experts_once_s(scenario: Scenario, layout: Layout, n: float) -> _Once:
-    """A rank's n parameters of experts; each `ep`-th rank of a stage has the same ones."""
-    shards, gathered = count_expert_shards(layout), _weight_size(scenario) * n
-    return _send_once(scenario, layout, n, gathered, gathered, shards, max(1, layout.expert_dp // shards), layout.ep)
+def _experts_once_s(scenario: Scenario, layout: Layout, n: float, frozen: float) -> _Once:
+    """Seconds for a rank's n parameters of experts; each `ep`-th rank of a stage has the same ones."""
+    shards = count_expert_shards(layout)
+    gathered = _weight_size(scenario) * n - _spared_bytes(scenario, layout, frozen)
+    copies = max(1, layout.expert_dp // shards)
+    return _send_once(scenario, layout, n - frozen, gathered, gathered, shards, copies, layout.ep)
+
+
+def _spared_bytes(scenario: Scenario, layout: Layout, frozen: float) -> float:
+    """Bytes of frozen parameters that are not gathered: a distributed optimizer leaves them whole below ZeRO-3."""
+    is_left_whole = scenario.engine.features.sharding != "fsdp2" and layout.zero < 3
+    return _weight_size(scenario) * frozen if is_left_whole else 0.0
 
 
 def _weight_size(scenario: Scenario) -> float:
@@ -153,7 +171,7 @@ def _send_once(
     copies: int,
     stride: int,
 ) -> _Once:
-    """Among `shards` ranks, `stride` apart, that share a state of n parameters of which there are `copies`."""
+    """Seconds among `shards` ranks, `stride` apart, that share the state of n trained parameters; it has `copies`."""
     features = scenario.engine.features
     reduce_bytes = features.reduce_bytes * n
     if features.sharding == "fsdp2":

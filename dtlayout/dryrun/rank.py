@@ -128,7 +128,7 @@ class _Observer:
                 unit.unshard()
                 unit.reshard()
             for parameter in module.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -36,6 +36,19 @@ def count_active_parameters(model: ModelShape) -> int:
     return _count_whole(model, count_active_block_parameters)
 
 
+def count_active_frozen_parameters(model: ModelShape) -> int:
+    """Parameters that compute a token and are not trained; a tied head counts once."""
+    described = describe(model)
+    ends = [described.embedding, *described.final_norm.weights, *[described.head] * (not model.tied_embeddings)]
+    blocks = sum(n * _count_active_frozen(kind) for kind, n in model.kinds(range(model.num_layers)))
+    return blocks + sum(weight.numel for weight in ends if not weight.trains)
+
+
+def _count_active_frozen(model: ModelShape) -> int:
+    frozen = ((each.active_share, [w for w in each.weights if not w.trains]) for each in describe(model).block)
+    return sum(round(share * sum(weight.numel for weight in weights)) for share, weights in frozen)
+
+
 def _count_whole(model: ModelShape, count_block: Callable[[ModelShape], int]) -> int:
     embeddings = count_embedding_parameters(model) * (1 if model.tied_embeddings else 2)
     norm = sum(weight.numel for weight in describe(model).final_norm.weights)
@@ -47,9 +60,10 @@ def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:
 
     The convention of the study (arXiv:2311.05610) and of PaLM (arXiv:2204.02311, appendix B): N is every parameter,
     embeddings included, a tied one once, of experts those of a token; attention is counted whole although the mask is
-    causal; what is computed again in backward is not credited.
+    causal; what is computed again in backward is not credited. Of a frozen parameter it is 4: it has no gradient.
     """
-    return 6 * count_active_parameters(model) + 3 * model.num_layers * count_attention_flops_per_token(model, seq_len)
+    credited = 6 * count_active_parameters(model) - 2 * count_active_frozen_parameters(model)
+    return credited + 3 * model.num_layers * count_attention_flops_per_token(model, seq_len)
 
 
 def count_block_flops_per_token(model: ModelShape, seq_len: int) -> float:

@@ -12,6 +12,7 @@ The residual stream is as wide as the model and, under sequence parallelism, spl
 `colwise` matmul and the `rowwise` one that closes its branch are split over tp; so a norm over heads is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -20,6 +21,7 @@ from typing import ClassVar, Literal
 from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Kept
+from dtlayout.spec.roles import Role
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
@@ -31,7 +33,7 @@ ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter."""
+    """A parameter: its name, shape and role, and whether it is trained."""
 
     name: str
     """The parameter's name in HF's state dict: inside a block from there on, else whole."""
@@ -39,12 +41,14 @@ class Weight:
     """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
     initial: Literal["normal", "residual", "ones", "zeros"]
     """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
+    role: Role
+    """The weight's part in the model, by which optimizers share the weights and decide what decays."""
     split: Literal[0, 1] | None = None
     """The dimension that tp splits; None where each rank has all of it."""
     is_of_experts: bool = False
-    """Whether it is a stack of matrices, one for each expert, which ep splits and tp does not."""
-    decays: bool = True
-    """Whether weight decay pulls at it."""
+    """Whether it is a stack, with a matrix or a vector for each expert, which ep splits and tp does not."""
+    trains: bool = True
+    """Whether it is trained; a frozen weight has no gradient, no optimizer state and no reduction."""
 
     @property
     def numel(self) -> int:
@@ -73,6 +77,10 @@ class _Operation:
         raise NotImplementedError(f"{type(self).__name__} does not say what it reads, makes and saves")
 
 
+def _name_trained(weights: Iterable[Weight]) -> tuple[str, ...]:
+    return tuple(weight.name for weight in weights if weight.trains)
+
+
 @dataclass(frozen=True)
 class Norm(_Operation):
     """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
@@ -85,6 +93,8 @@ class Norm(_Operation):
     """Heads that are normalised each for itself, which tp splits; 0 for the residual stream."""
     reads: str = HIDDEN
     """Tensor that it normalises; of latent attention the narrow vector of a token."""
+    trains: bool = True
+    """Whether its weight is trained."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -94,7 +104,8 @@ class Norm(_Operation):
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """One factor for each element of what is normalised."""
-        return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones", decays=False),)
+        shape = (self.width // max(1, self.num_heads),)
+        return (Weight(f"{self.module}.weight", shape, "ones", "vector", trains=self.trains),)
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One kernel, which keeps its input and a number for each row; or separate operations, with exact copies."""
@@ -104,7 +115,7 @@ class Norm(_Operation):
         # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
         kept = read if self.is_of_heads else read._replace(name=f"{self.module}.input")
         rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
-        weights = tuple(weight.name for weight in self.weights)
+        weights = _name_trained(self.weights)
         if not options.separate_norms:
             return (TapeEntry("norm", (read,), (made,), (kept, rows), weights),)
         product = tensor(
@@ -113,7 +124,9 @@ class Norm(_Operation):
         return (
             # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
             TapeEntry("norm", (read,), (exact,), (exact if options.casts_norms else kept,), weights, (exact,) * 4),
-            TapeEntry("scale", (exact,), (made,), (product, rows), (), (exact,) * (2 + options.casts_norms)),
+            TapeEntry(
+                "scale", (exact,), (made,), (*[product] * self.trains, rows), (), (exact,) * (2 + options.casts_norms)
+            ),
         )
 
 
@@ -139,16 +152,18 @@ class Linear(_Operation):
     """Whether it adds one to its outputs."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it, which reads the same."""
+    trains: bool = True
+    """Whether its weights are trained."""
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """The matrix, and a bias that is split like its rows."""
         rows: Literal[0] | None = 0 if self.style == "colwise" else None
         matrix = Weight(
-            f"{self.module}.weight", (self.outputs, self.inputs),
-            "residual" if self.style == "rowwise" else "normal", 1 if self.style == "rowwise" else rows,
+            f"{self.module}.weight", (self.outputs, self.inputs), "residual" if self.style == "rowwise" else "normal",
+            "matrix", 1 if self.style == "rowwise" else rows, trains=self.trains,
         )  # fmt: skip
-        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", rows, decays=False)
+        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", "vector", rows, trains=self.trains)
         return (matrix, bias) if self.bias else (matrix,)
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
@@ -162,10 +177,10 @@ class Linear(_Operation):
         elif self.style == "rowwise" and options.is_split:
             summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
             closing = (TapeEntry("sum", (made,), (summed,)),)
-        casts = self.style != "replicated"
+        casts, saves = self.style != "replicated", self.saves_input and self.trains
         matmul = TapeEntry(
-            "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * self.saves_input,
-            tuple(weight.name for weight in self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
+            "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
+            _name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
         )  # fmt: skip
         return (matmul, *closing)
 
@@ -196,6 +211,8 @@ class RoutedExperts(_Operation):
     """Whether the activation multiplies two tensors."""
     bias: bool = False
     """Whether each matmul adds one to its outputs."""
+    trains: bool = True
+    """Whether its weights are trained."""
 
     @property
     def num_opening(self) -> int:
@@ -212,10 +229,11 @@ class RoutedExperts(_Operation):
         """A stack of each matrix."""
         opening, closing = (self.number, self.inner_width, self.width), (self.number, self.width, self.inner_width)
         names = ("gate_proj", "up_proj")[-self.num_opening :]
-        stacks = [Weight(f"{self.module}.{name}.weight", opening, "normal", is_of_experts=True) for name in names]
-        stacks.append(Weight(f"{self.module}.down_proj.weight", closing, "residual", is_of_experts=True))
+        stack = partial(Weight, is_of_experts=True, trains=self.trains)
+        stacks = [stack(f"{self.module}.{name}.weight", opening, "normal", "expert") for name in names]
+        stacks.append(stack(f"{self.module}.down_proj.weight", closing, "residual", "expert"))
         biases = [
-            Weight(each.name.replace(".weight", ".bias"), each.shape[:2], "zeros", is_of_experts=True, decays=False)
+            stack(each.name.replace(".weight", ".bias"), each.shape[:2], "zeros", "vector")
             for each in stacks * self.bias
         ]
         return (*stacks, *biases)
@@ -231,13 +249,21 @@ class RoutedExperts(_Operation):
         copies, results = outer(f"{self.module}.copies"), outer(f"{self.module}.results")
         opened = tuple(inner(f"{self.module}.{name}") for name in ("gate_proj", "up_proj")[-self.num_opening :])
         active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
-        *opening, closing = (weight.name for weight in self.weights)
+        *opening, closing = (_name_trained([weight]) for weight in self.weights)
         matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
         return (
             TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
-            matmul((copies,), opened, (copies._replace(format="cast"),), tuple(opening), (copies,) * self.num_opening),
+            matmul(
+                (copies,),
+                opened,
+                (copies._replace(format="cast"),) * self.trains,
+                sum(opening, ()),
+                (copies,) * self.num_opening,
+            ),
             *_record_activation(opened, active, options),
-            matmul((active,), (results,), (active,), (closing,)),  # keeps what the activation gave it as that is
+            matmul(
+                (active,), (results,), (active,) * self.trains, closing
+            ),  # keeps what the activation gave it as that is
             TapeEntry("combine", (results,), (summed,)),
         )
 
@@ -429,7 +455,7 @@ def describe_llama(model: ModelShape) -> Description:
     h = model.hidden_size
     table = (model.vocab_size, h)
     return Description(
-        embedding=Weight(f"{EMBEDDING}.weight", table, "normal", 0),
+        embedding=Weight(f"{EMBEDDING}.weight", table, "normal", "embedding", 0),
         block=(
             Norm("input_layernorm", h),
             *(_describe_attention(model) if model.latent_attention is None else _describe_latent_attention(model)),
@@ -439,7 +465,7 @@ def describe_llama(model: ModelShape) -> Description:
             Residual(h),
         ),
         final_norm=Norm(FINAL_NORM, h),
-        head=Weight(f"{HEAD}.weight", table, "normal", 0),
+        head=Weight(f"{HEAD}.weight", table, "normal", "head", 0),
     )
 
 

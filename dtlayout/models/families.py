@@ -5,14 +5,14 @@ switches of `ModelShape`, it needs only a name. docs/project/adding.md has an ex
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.description import Description, Weight, describe_llama
 from dtlayout.models.presets import PRESETS
-from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, insert_gathers
+from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, join
 from dtlayout.spec.model_shape import ModelShape
 
 
@@ -88,11 +88,23 @@ def find_family(name: str) -> Family:
 
 @lru_cache(maxsize=256)
 def describe(model: ModelShape) -> Description:
-    """The operations and weights of a model; InvalidConfig if its family is not known."""
-    return find_family(model.family).describe(model)
+    """The operations and weights of a model; InvalidConfig if its family is not known.
+
+    Where embeddings are tied, the head's weight has the role of the embedding, and is trained if that is.
+    """
+    described = find_family(model.family).describe(model)
+    if not model.tied_embeddings:
+        return described
+    role, trains = described.embedding.role, described.embedding.trains
+    return replace(described, head=replace(described.head, role=role, trains=trains))
+
+
+def find_weight(model: ModelShape, name: str) -> Weight:
+    """The described weight of a parameter in any stage of a model; a tied one is its embedding's. KeyError if none."""
+    return describe(model).find(model.aliases.get(name, name))
 
 
 @lru_cache(maxsize=256)
 def block_tape(model: ModelShape, options: TapeOptions = PLAIN) -> tuple[TapeEntry, ...]:
     """Steps of a block's forward, with what each reads, makes and saves."""
-    return tuple(insert_gathers(entry for operation in describe(model).block for entry in operation.record(options)))
+    return tuple(join(entry for operation in describe(model).block for entry in operation.record(options)))

@@ -44,9 +44,9 @@ class TapeEntry(NamedTuple):
     makes: tuple[BlockTensor, ...]
     """Results."""
     saves: tuple[BlockTensor, ...] = ()
-    """Tensors that its backward reads, also where another entry saves the same one."""
+    """Tensors that its backward reads and that no entry before it on a tape saves."""
     weights: tuple[str, ...] = ()
-    """Names of its parameters."""
+    """Names of its trained parameters."""
     scratch: tuple[BlockTensor, ...] | None = None
     """Tensors that its backward holds at its fullest, the new gradients included; None: these gradients alone."""
     kept_as: Kept | None = None
@@ -55,6 +55,8 @@ class TapeEntry(NamedTuple):
     """Whether a matmul computes in `Precision.matmuls` where that is another format; routers do not."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it."""
+    saves_again: tuple[BlockTensor, ...] = ()
+    """Tensors that its backward reads and that an entry before it saves; `join` finds them."""
 
 
 class TapeOptions(NamedTuple):
@@ -76,26 +78,24 @@ PLAIN = TapeOptions()
 """Options of one rank whose norms and activations are one kernel each."""
 
 
-def insert_gathers(entries: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
-    """Entries in order, with a gather before the first that reads a gathered tensor."""
-    gathered = set[str]()
+def join(entries: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
+    """Entries of several operations as one tape.
+
+    A gather comes before the first entry that reads a gathered tensor, and what an entry before has saved moves from
+    `saves` to `saves_again`.
+    """
+    gathered, saved = set[str](), set[str]()
     for entry in entries:
         for read in entry.reads:
             if read.name.endswith(GATHERED) and read.name not in gathered:
                 gathered.add(read.name)
                 yield gather_for(read)
-        yield entry
+        again = tuple(each for each in entry.saves if each.name in saved)
+        saved.update(each.name for each in entry.saves)
+        yield entry._replace(saves=tuple(each for each in entry.saves if each not in again), saves_again=again)
 
 
 def gather_for(gathered: BlockTensor) -> TapeEntry:
     """The collective by which every tp rank gets a tensor of the stream."""
     own = gathered._replace(name=gathered.name.removesuffix(GATHERED), spread="stream")
     return TapeEntry("gather", (own,), (gathered,))
-
-
-def own_saves(tape: Iterable[TapeEntry]) -> Iterator[tuple[TapeEntry, list[BlockTensor]]]:
-    """Each entry with the tensors that it saves and no entry before it."""
-    saved = set[str]()
-    for entry in tape:
-        yield entry, [each for each in entry.saves if each.name not in saved]
-        saved.update(each.name for each in entry.saves)

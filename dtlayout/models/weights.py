@@ -82,7 +82,7 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
 
 
 def find_other_positions(text: str, model: ModelShape) -> list[str]:
-    """What of a model's rotary embedding is not that of the folder `train.init_from`, for who did not mean it."""
+    """Settings of a model's rotary embedding that differ from the folder `train.init_from`, one line each."""
     made_for = find_model(str(expand(text) / "config.json"))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]

@@ -124,14 +124,15 @@ class _CrossEntropy(torch.autograd.Function):
 class _LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy with the head's matmul; forward leaves the gradients of hidden states and weight.
 
-    The weight's gradient is summed over the chunks in its own format.
+    The weight's gradient is summed over the chunks in its own format; a frozen weight has none.
     """
 
     @staticmethod
     def forward(
         ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float
     ) -> Tensor:
-        h_gradient_TD, weight_gradient_VD = torch.empty_like(h_TD), torch.zeros_like(weight_VD)
+        h_gradient_TD = torch.empty_like(h_TD)
+        weight_gradient_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
         num_chunks = count_loss_chunks(len(h_TD))
         losses = []
         parts = (h_TD.chunk(num_chunks), targets_T.chunk(num_chunks), h_gradient_TD.chunk(num_chunks))
@@ -140,11 +141,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = torch.empty_like(logits)
             losses.append(head.token_losses(logits, targets, head.columns, scale, gradient).sum())
             torch.mm(gradient, weight_VD, out=h_gradient)
-            weight_gradient_VD.addmm_(gradient.T, h)
+            if weight_gradient_VD is not None:
+                weight_gradient_VD.addmm_(gradient.T, h)
         ctx.save_for_backward(h_gradient_TD, weight_gradient_VD)
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         h_gradient_TD, weight_gradient_VD = ctx.saved_tensors
-        return h_gradient_TD.mul_(upstream[0]), weight_gradient_VD.mul_(upstream[0]), None, None, None
+        of_weight = None if weight_gradient_VD is None else weight_gradient_VD.mul_(upstream[0])
+        return h_gradient_TD.mul_(upstream[0]), of_weight, None, None, None

@@ -45,6 +45,8 @@ class BackwardHook(Protocol):
 
     def after_evaluation(self) -> None: ...
 
+    def end_backward(self) -> None: ...
+
 
 def build_runtime(
     modules: Sequence[nn.Module], schedule: Schedule, sync: Sequence[BackwardHook], mesh: DeviceMesh, boundary: Boundary
@@ -160,7 +162,7 @@ class _Step:
     received: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     to_send: dict[Action, Tensor] = field(default_factory=dict)
     sending: dict[int, deque[tuple[Tensor, dist.Work]]] = field(default_factory=lambda: defaultdict(deque))
-    pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
+    pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
     pending_weights: dict[tuple[int, int], list[DelayedWeightGradient]] = field(default_factory=dict)
     loss: Tensor | None = None
 
@@ -203,7 +205,8 @@ class _Step:
             _check_boundary(output, self.runtime.boundary, stage)
             self._hand_on(Action(Kind.SEND_FORWARD, stage, i), output.detach())
         if self.trains:  # the edge is enough for backward; the output's memory is freed when its message has gone
-            self.pending_backward[stage, i] = (x, get_gradient_edge(output))
+            # A first stage without a trained weight has no edge.
+            self.pending_backward[stage, i] = (x, get_gradient_edge(output) if output.requires_grad else None)
 
     def _backward(self, action: Action) -> None:
         if (sync := self.runtime.sync.get(action.stage)) is not None:
@@ -229,6 +232,10 @@ class _Step:
         is_last = stage == self.runtime.schedule.placement.num_stages - 1
         gradient = None if is_last else self._take(Action(Kind.RECEIVE_BACKWARD, stage, i))
         self.runtime.after_input()
+        if edge is None:
+            if (sync := self.runtime.sync.get(stage)) is not None:
+                sync.end_backward()
+            return
         torch.autograd.backward((edge,), None if gradient is None else (gradient,))
         if stage > 0:
             assert x.grad is not None, "a stage's output depends on its input"

@@ -72,10 +72,10 @@ class StageWeights:
         return [None] * len(work.edges)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and weight.requires_grad):  # a frozen weight has nothing to put off
             return F.linear(x, weight, bias)
         parameters = [weight] if bias is None else [weight, bias]
-        edges = [get_gradient_edge(each) for each in parameters]
+        edges = [get_gradient_edge(each) for each in parameters if each.requires_grad]
         output: Tensor = _Linear.apply(self, edges, x, *parameters)
         return output
 
@@ -124,4 +124,6 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         of_input = gradients[0] @ weight if ctx.needs_input_grad[2] else None
         # Saved as it was, x would keep the graph behind it, and so the stage's input and the gradient of that.
-        return None, None, of_input, *ctx.stage.gradients(DelayedWeightGradient(ctx.edges, x.detach(), gradients[0]))
+        made = ctx.stage.gradients(DelayedWeightGradient(ctx.edges, x.detach(), gradients[0]))
+        frozen = [None] * (len(ctx.needs_input_grad) - 3 - len(made))  # a bias, which comes after its weight
+        return None, None, of_input, *made, *frozen

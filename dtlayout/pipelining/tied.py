@@ -30,7 +30,10 @@ def sum_tied_gradients(
         return
     peer = ends[rank == ends[0]]
     for second, first in aliases.items():
-        gradient = _local_gradient(modules, first if rank == ends[0] else second)
+        name = first if rank == ends[0] else second
+        if not _find_parameter(modules, name).requires_grad:  # a frozen weight is frozen on both ends
+            continue
+        gradient = _local_gradient(modules, name)
         if peer == rank:  # both ends are here
             _local_gradient(modules, second).copy_(gradient.add_(_local_gradient(modules, second)))
             continue
@@ -47,9 +50,13 @@ def sum_tied_gradients(
         gradient += other.to(gradient.device)
 
 
-def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:
+def _find_parameter(modules: Sequence[nn.Module], name: str) -> nn.Parameter:
     found = [p for module in modules for n, p in module.named_parameters() if n == name]
     assert len(found) == 1, f"one stage of this rank holds {name}"
-    gradient = found[0].grad
+    return found[0]
+
+
+def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:
+    gradient = _find_parameter(modules, name).grad
     assert gradient is not None, "both ends of the model are used in every microbatch"
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient

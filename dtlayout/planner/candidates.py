@@ -207,6 +207,6 @@ class Candidates:
     def _find_updates(self, degrees: Degrees, size: RankSizes, has_head: bool) -> dict[StateSharding, Update]:
         n, scenario, of_experts = size.num_parameters, self.space.scenario, size.num_of_experts
         return {
-            sharding: find_update(scenario, layout, n, has_head=has_head, of_experts=of_experts)
+            sharding: find_update(scenario, layout, n, has_head=has_head, of_experts=of_experts, apart=size.apart)
             for sharding, layout in self.sharded_layouts(degrees).items()
         }

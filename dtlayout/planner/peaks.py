@@ -21,8 +21,9 @@ from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, key_of
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
+from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.rank_groups import Counts, RankGroup
-from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, tokens_of
+from dtlayout.costmodel.scenario import Scenario, tokens_of
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.schedules.actions import PASS_BACK, RELEASE
 from dtlayout.spec.kernels import Kernels
@@ -52,6 +53,8 @@ class RankSizes(NamedTuple):
     """Parameters of its largest FSDP unit."""
     num_of_experts: float = 0.0
     """Parameters of experts among `num_parameters`."""
+    apart: Apart = NONE_APART
+    """Parameters among `num_parameters` that the scenario's own optimizer does not update."""
 
 
 class BlockBytes(NamedTuple):
@@ -135,21 +138,22 @@ class Peaks:
         For fsdp2: master weights with the optimizer's state, copies to compute with where they are not freed after use,
         and accumulated gradients. Infinite if the host has no room for the part that lies there.
         """
-        n, unit, of_experts = size
+        n, unit, of_experts, apart = size
         if not self._is_fsdp2:
-            return sum(memory.state_bytes(self.scenario, layout, n, unit, of_experts).values())
+            return sum(memory.state_bytes(self.scenario, layout, n, unit, of_experts, apart).values())
+        trained = n - apart.frozen.total
         precision = self.scenario.precision
         params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
         if layout.offloads_state:
-            if state_on_host_bytes(self.scenario, layout, n) > self.estimator.host_capacity_bytes:
+            if state_on_host_bytes(self.scenario, layout, n, apart) > self.estimator.host_capacity_bytes:
                 return inf
             whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and has_gradients else 0.0)
-            return whole * n
-        own = (n - of_experts) / count_state_shards(layout)
-        own += of_experts / count_expert_shards(layout) if of_experts else 0.0
-        gradients = reduce * n if layout.zero == 1 else min(reduce, params) * own
-        state = (params + self.scenario.optimizer.state_bytes(params)) * own
-        state += compute * n if layout.zero < 3 else 0.0
+            return whole * trained + (compute if layout.zero < 3 else 0.0) * apart.frozen.total
+        groups = list_trained(self.scenario.optimizer, n, of_experts, apart)
+        shards = {optimizer: own.shard(layout) for optimizer, own in groups}
+        gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum(shards.values())
+        state = sum((params + optimizer.state_bytes(params)) * own for optimizer, own in shards.items())
+        state += params * apart.frozen.shard(layout) + (compute * n if layout.zero < 3 else 0.0)
         return state + (gradients if has_gradients else 0.0)
 
 
@@ -157,7 +161,8 @@ def _count_sizes(scenario: Scenario, counts: Counts, tp: int, ep: int = 1) -> Ra
     model, examples = scenario.model, [(each.example, count) for each, count in counts]
     n = sum([count * memory.count_stage_parameters(model, stage, tp, ep) for stage, count in examples])
     of_experts = sum([count * memory.count_stage_experts(model, stage, ep) for stage, count in examples])
-    return RankSizes(n, memory.largest_unit(model, [stage for stage, _ in examples], tp, ep), of_experts)
+    apart = Apart.add([(count_apart(model, scenario.optimizer, stage, tp, ep), count) for stage, count in examples])
+    return RankSizes(n, memory.largest_unit(model, [stage for stage, _ in examples], tp, ep), of_experts, apart)
 
 
 SizesOf = Callable[[BlockLayout, Kernels], Sizes]

@@ -6,8 +6,10 @@ from typing import NamedTuple
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.formatting import plural
 from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.parameter_groups import count_apart
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.counting import count_block_parameters
+from dtlayout.pipelining.partition import StageSlice
 from dtlayout.planner.peaks import Peaks, RankSizes
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
@@ -75,5 +77,7 @@ def _may_fit(scenario: Scenario, num_gpus: int) -> bool:
     """Whether all GPUs together can hold the state of the blocks, sharded over all: a quick test before the search."""
     n = scenario.model.num_layers * count_block_parameters(scenario.model)
     layout = Layout(dp_shard=num_gpus, zero=3)
-    least = Peaks(Estimator(scenario)).least_state_bytes(layout, RankSizes(n, 0.0), has_gradients=False)
+    blocks = StageSlice(range(scenario.model.num_layers), embedding=False, head=False)
+    sizes = RankSizes(n, 0.0, apart=count_apart(scenario.model, scenario.optimizer, blocks, tp=1))
+    least = Peaks(Estimator(scenario)).least_state_bytes(layout, sizes, has_gradients=False)
     return least <= scenario.cluster.gpu.memory_bytes

@@ -45,6 +45,7 @@ from dtlayout.costmodel.scenario import (
     find_refusals,
     find_scenario_lacks,
     find_unsupported,
+    find_update_problems,
     known_kernels,
 )
 from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -207,6 +208,7 @@ class Space:
             for way in ways
             if not check_zero(engine, way.zero, pp)
             and not check_data_parallel(engine, dp // way.dp_shard, way.dp_shard)
+            and not find_update_problems(self.scenario, Layout(dp_shard=way.dp_shard))
         ]
 
     def micro_batches(self, cp: int) -> list[int]:

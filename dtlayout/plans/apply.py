@@ -1,13 +1,14 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → CP → recompute → compile → offload → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it leaves on
-each rank; what context parallelism changes in a block is recomputed and compiled with it; recomputation goes inside the
-FSDP unit, so that a unit gathers once for its backward, not once more for the recomputation; what a recomputed or
-compiled block hands autograd goes to the host; FSDP2's hooks stay outside of what is compiled.
+TP/SP → freeze → CP → recompute → compile → offload → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it
+leaves on each rank. It makes parameters anew, so they are frozen after it. Blocks are recomputed and compiled with what
+context parallelism changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers once for its
+backward, not once more for the recomputation. What a recomputed or compiled block hands autograd goes to the host.
+FSDP2's hooks stay outside of what is compiled.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ def apply_plan(
     """
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
+    freeze(module, plan.frozen)
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
@@ -72,6 +74,13 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
     for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
         for owner, _, attribute in (other.rpartition(".") for other in others):
             setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Have autograd compute no gradient of the parameters that these patterns name."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for name in (name for pattern in patterns for name in match_names(pattern, names)):
+        module.get_parameter(name).requires_grad_(False)
 
 
 def prepare_blocks(
@@ -128,8 +137,8 @@ _REDUCTIONS = {
     "_c10d_functional.all_reduce.default",
     "symm_mem.fused_matmul_reduce_scatter.default",
 }
-"""What selective recomputation always keeps. Not the all-gather: what sequence parallelism shards would lie there
-whole."""
+"""Operators whose results selective recomputation always keeps. The all-gather is none of them: what sequence
+parallelism shards would lie there whole."""
 
 
 def _keep_results(kept: Collection[Kept], attention: str, on_host: ActivationOffloader | None) -> tuple[Any, Any]:

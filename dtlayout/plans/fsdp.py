@@ -22,6 +22,7 @@ and its summed gradients back from there; the optimizer works on the host.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from dtlayout.mesh.axes import DP_REPLICATE
 from dtlayout.mesh.build import data_mesh
-from dtlayout.models.description import HEAD
+from dtlayout.models.description import EMBEDDING, HEAD
 from dtlayout.plans.plan import Plan, match_names
 
 
@@ -58,7 +59,7 @@ class GradientSync:
     is_replicated: bool
     """Whether there are several copies of the shards (HSDP)."""
     reduce_scatter: DefaultReduceScatter
-    """What sums gradients over dp_shard."""
+    """FSDP2's hook that sums gradients over dp_shard."""
 
     def expect_split_backwards(self) -> None:
         """Call once where backwards come in two parts.
@@ -91,12 +92,13 @@ class GradientSync:
         had, and sums them over the ranks where it is time to.
         """
         self.before_input_backward()
-        self._end_backward()
+        self.end_backward()
         if self.each_backward or is_last:
             self.before_backward(is_last=is_last)
-            self._end_backward()
+            self.end_backward()
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Call after a backward through which autograd made no pass; FSDP2 ends its own backward there."""
         fully_shard.state(self.units[-1])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def observe(self, around: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -161,15 +163,16 @@ def shard(
             modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy, offload_policy=offload
         )
     reduce_scatter = DefaultReduceScatter() if reduction_group is None else _ReduceScatter(reduction_group)
-    in_order = sorted((members[0] for members in groups), key=names.index)
-    units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
+    in_order = sorted(groups, key=lambda members: names.index(members[0]))
+    units = tuple(_as_unit(module.get_submodule(name)) for name in [*(members[0] for members in in_order), ""])
     for unit in units:
         if data_mesh(mesh).size() > 1:  # one rank divides by nothing, and would make a buffer for it
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
         if reduction_group is not None:
             unit.set_custom_reduce_scatter(reduce_scatter)
-    _prefetch_backward(units)
+    frozen = takewhile(lambda members: _has_no_backward(module, members), in_order)
+    _prefetch_backward(units[len([*frozen]) :])
     is_replicated = mesh[DP_REPLICATE].size() > 1
     sums, keeps = plan.zero > 1, plan.zero < 3
     return GradientSync(
@@ -189,6 +192,8 @@ def share_context(syncs: Sequence[GradientSync]) -> None:
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:
     """While a unit computes its backward, gather the one before it; `units` in the order of the forward, root last.
 
+    `units` are those that have a backward.
+
     FSDP2's own guess takes the order of all forwards of the step for one chain, so that the first unit of a
     microbatch gathers the last unit of another one for nothing. The first unit names itself, which is a way to say
     none.
@@ -197,13 +202,19 @@ def _prefetch_backward(units: Sequence[FSDPModule]) -> None:
         unit.set_modules_to_backward_prefetch([before])
 
 
+def _has_no_backward(module: nn.Module, members: list[str]) -> bool:
+    """Whether gradients end before a unit if none precedes it: in the first stage where nothing of it is trained."""
+    trains = any(p.requires_grad for name in members for p in module.get_submodule(name).parameters())
+    return not trains and any(name == EMBEDDING for name, _ in module.named_modules())
+
+
 def _as_unit(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule), "fully_shard changes the class of what it shards"
     return module
 
 
 def _members(unit: tuple[str, ...], names: list[str]) -> list[list[str]]:
-    """The module groups that a unit means here: one for each match of a single pattern, or all matches of several."""
+    """The module groups that a unit means here: a single pattern has one for each match, several have one together."""
     if len(unit) == 1:
         return [[name] for name in match_names(unit[0], names)]
     together = [name for pattern in unit for name in match_names(pattern, names)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dtlayout.models.families import describe
+from dtlayout.models.families import find_weight
 from dtlayout.ops.rope import RotaryEmbedding
 from dtlayout.spec.model_shape import ModelShape
 
@@ -51,12 +51,11 @@ def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, devic
     constants = {"ones": 1.0, "zeros": 0.0}
     stds = {"normal": INIT_STD, "residual": INIT_STD / math.sqrt(2 * model.num_layers)}
     for name, parameter in (named for module in modules for named in module.named_parameters()):
-        name = model.aliases.get(name, name)
-        initial = describe(model).find(name).initial
-        if initial in constants:
-            nn.init.constant_(parameter, constants[initial])
+        weight = find_weight(model, name)
+        if weight.initial in constants:
+            nn.init.constant_(parameter, constants[weight.initial])
         else:
-            fill_normal(parameter, stds[initial], seed, name)
+            fill_normal(parameter, stds[weight.initial], seed, model.aliases.get(name, name))
 
 
 def find_place(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -55,14 +55,17 @@ class _GatherWhileMultiplying(torch.autograd.Function):
     def forward(ctx: Any, x_BsD: Tensor, group: Group, *weights_ND: Tensor) -> tuple[Tensor, ...]:
         x_BSD, results = _gather_and_multiply(x_BsD, [weight.t() for weight in weights_ND], group)
         ctx.group = group
-        ctx.save_for_backward(x_BSD, *weights_ND)
+        ctx.save_for_backward(x_BSD if any(ctx.needs_input_grad[2:]) else None, *weights_ND)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients_BSN: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, *weights_ND = ctx.saved_tensors
         finish = _multiply_and_scatter(gradients_BSN, weights_ND, ctx.group)
-        of_weights = [_weight_gradient(gradient, x_BSD) for gradient in gradients_BSN]  # they hide the last piece
+        of_weights = [  # they hide the last piece
+            _weight_gradient(gradient, x_BSD) if trains else None
+            for gradient, trains in zip(gradients_BSN, ctx.needs_input_grad[2:], strict=True)
+        ]
         return finish(), None, *of_weights
 
 
@@ -70,14 +73,14 @@ class _MultiplyWhileScattering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSN: Tensor, weight_DN: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        ctx.save_for_backward(x_BSN, weight_DN)
+        ctx.save_for_backward(x_BSN if ctx.needs_input_grad[1] else None, weight_DN)
         return _multiply_and_scatter([x_BSN], [weight_DN.t()], group)()
 
     @staticmethod
-    def backward(ctx: Any, *gradient_BsD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradient_BsD: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_BSN, weight_DN = ctx.saved_tensors
         gradient_BSD, (of_x,) = _gather_and_multiply(gradient_BsD[0], [weight_DN], ctx.group)
-        return of_x, _weight_gradient(gradient_BSD, x_BSN), None
+        return of_x, _weight_gradient(gradient_BSD, x_BSN) if ctx.needs_input_grad[1] else None, None
 
 
 def _weight_gradient(gradient_BSN: Tensor, x_BSD: Tensor) -> Tensor:

@@ -56,12 +56,12 @@ class Plan(Offload):
     blocks: str
     """Pattern of the modules that `recompute` counts and covers."""
     recompute: Recompute
-    """Which of them are computed again in backward."""
+    """The blocks among them that are computed again in backward."""
     units: tuple[tuple[str, ...], ...]
     """FSDP units, inner ones first: patterns of modules whose parameters are gathered together. What no unit names
     belongs to the root."""
     zero: Literal[1, 2, 3]
-    """What the units shard: optimizer state, also gradients, also parameters."""
+    """Data that the units shard: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
     precision: Precision
     """Number formats of parameters, computation and gradient reduction."""
     context: dict[str, str] = field(default_factory=dict)
@@ -70,13 +70,16 @@ class Plan(Offload):
     attention: str = Kernels.attention
     """The kernel that attends, where cp has it done part after part."""
     offload: str = "none"
-    """What lies in the host's memory, as `Layout.offload`."""
+    """Data that lies in the host's memory, as `Layout.offload` says."""
     compile: Compile = "none"
-    """What torch.compile gets: each of the blocks, the loss, the whole, or nothing."""
+    """Modules that torch.compile gets: each of the blocks, the loss, the whole, or none."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the parameters that are not trained: they have no gradient, no reduction and no optimizer state."""
 
     def __str__(self) -> str:
         rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
         rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
+        rows += [(pattern, "frozen") for pattern in self.frozen]
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
         rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
@@ -109,7 +112,16 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         precision=precision,
         offload=layout.offload,
         compile=kernels.compile,
+        frozen=find_frozen(model),
     )
+
+
+def find_frozen(model: ModelShape) -> tuple[str, ...]:
+    """Patterns of the parameters that the model's description does not train, in its order."""
+    described = describe(model)
+    in_blocks = (f"{BLOCKS}.{weight.name}" for weight in described.block_weights if not weight.trains)
+    ends = (described.embedding, *described.final_norm.weights, described.head)
+    return (*in_blocks, *(weight.name for weight in ends if not weight.trains))
 
 
 def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:

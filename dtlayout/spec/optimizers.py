@@ -1,28 +1,34 @@
-"""Optimizers: the hyper-parameters of each, what it keeps of a parameter, what an update moves, and its class in torch.
+"""Optimizers: hyper-parameters, the state of a parameter, the bytes that an update moves, and the class in torch.
 
 `[optimizer]`, predictions, training and checkpoints read the class that the optimizer's name stands for, and nothing
-else says what an optimizer is. `register_optimizer` takes further ones.
+else says what an optimizer is. Each says it by the role of a weight, and a `RoleOptimizer` leaves some roles to another
+optimizer. `register_optimizer` takes further ones.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.validators import Ranged, ranged
+from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES, Format
+from dtlayout.spec.roles import ROLES, Role
+
+_SCHEDULE = ("min_lr_ratio", "warmup_steps", "decay_steps", "max_norm")
+"""Keys that count for all weights of a model, whichever optimizer updates them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Ranged, section="optimizer"):
     """An optimizer with its hyper-parameters, each a key of [optimizer]; linear warm-up and cosine decay go with all.
 
-    An optimizer is a subclass of it, a frozen dataclass too.
+    Every optimizer is a subclass, and a frozen dataclass too.
     """
 
     name: str = ""
-    """Which optimizer; each has keys of its own."""
+    """Name of the optimizer; each has keys of its own."""
     lr: float = ranged("must be above 0 and finite", 3e-4)
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = ranged("must lie between 0 and 1", 0.1)
@@ -38,10 +44,14 @@ class Optimizer(Ranged, section="optimizer"):
     """Global gradient norm to clip at; infinite never clips."""
 
     torch_class: ClassVar[str]
-    """What makes it in torch, "module:name", imported where a run is built; it takes parameter groups, each with a
+    """torch's class, "module:name", imported where a run is built. It takes parameter groups, each with a
     `weight_decay`, then `lr` and `torch_arguments`."""
     step_bytes: ClassVar[int] = 0
     """Bytes of the counter `step` that torch keeps for each tensor; 0 where there is none."""
+    decayed_roles: ClassVar[frozenset[Role]] = frozenset(ROLES) - {"vector"}
+    """Roles of the weights that weight decay pulls at."""
+    needs_whole_weights: ClassVar[bool] = False
+    """Whether an update is right only where a rank has a weight's whole gradient; other layouts are refused then."""
 
     @staticmethod
     def parse(table: Any, name: str) -> "Optimizer":
@@ -65,15 +75,70 @@ class Optimizer(Ranged, section="optimizer"):
 
     @property
     def update_bytes(self) -> int:
-        """Read and written for each parameter by an update in fp32.
+        """Bytes read and written for each parameter by an update in fp32.
 
         By default one kernel reads the gradient, and reads and writes the parameter and its state.
         """
         return 4 + 2 * (4 + self.state_bytes(4))
 
     def state_bytes(self, parameter_bytes: int) -> int:
-        """Kept for each parameter of so many bytes, but for `step_bytes`."""
+        """Bytes of state for each parameter of so many bytes, `step_bytes` not counted."""
         return sum(BYTES[kept] if kept else parameter_bytes for kept in self.state.values())
+
+    def of_role(self, role: Role) -> "Optimizer":
+        """The optimizer that updates weights of a role: this one takes all."""
+        return self
+
+    def state_of(self, role: Role) -> dict[str, Format | None]:
+        """The `state` that is kept of the weights of a role."""
+        return self.of_role(role).state
+
+    @property
+    def parts(self) -> "tuple[Optimizer, ...]":
+        """The optimizers that share a model, this one first."""
+        return (self,)
+
+    def decay_of(self, role: Role) -> float:
+        """Weight decay of the weights of a role."""
+        return self.weight_decay if role in self.decayed_roles else 0.0
+
+    def layout_problems(self, layout: Layout) -> list[str]:
+        """Reasons why updates would be wrong in a layout, one line each; empty if they are right."""
+        splits = {"dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
+        broken = ", ".join(f"{axis}={degree}" for axis, degree in splits.items() if degree > 1)
+        return [
+            f"optimizer.name={part.name} updates whole weights, which {broken} splits; use dp_replicate and pp instead"
+            for part in self.parts
+            if part.needs_whole_weights and broken
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptimizer(Optimizer):
+    """An optimizer of the weights of some roles; another one updates the rest, in the same step.
+
+    The norm that gradients are clipped at and the course of the learning rate are this one's, for all weights.
+    """
+
+    rest: Optimizer = field(default_factory=lambda: AdamW())
+    """The optimizer of all other weights, a table with a name and keys of its own."""
+
+    roles: ClassVar[frozenset[Role]]
+    """Roles of the weights that this optimizer takes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        defaults = type(self.rest)()
+        if wrong := [key for key in _SCHEDULE if getattr(self.rest, key) != getattr(defaults, key)]:
+            keys = ", ".join(f"optimizer.rest.{key}" for key in wrong)
+            raise InvalidConfig(f"{keys} would change nothing: say it in [optimizer], for all weights")
+
+    def of_role(self, role: Role) -> Optimizer:
+        return self if role in self.roles else self.rest.of_role(role)
+
+    @property
+    def parts(self) -> tuple[Optimizer, ...]:
+        return (self, *self.rest.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +169,7 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent; DTensor has no fused kernel of it, so that each operation is a pass over memory."""
+    """Stochastic gradient descent; DTensor has no fused kernel for it, so that each operation is a pass over memory."""
 
     name: str = "sgd"
     lr: float = ranged("must be above 0 and finite", 1e-2)
@@ -129,7 +194,7 @@ class SGD(Optimizer):
 
 
 def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
-    """What is wrong with a table, said better of a key that another optimizer has."""
+    """A table's problem, which names the owner where the key is another optimizer's."""
     key = next((key for key in keys if problem.startswith(f"{name}.{key} is unknown;")), None)
     owners = [owner for owner, kind in OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
     return f"{name}.{key} is a key of {name}.name={owners[0]}; name that, or leave {key} out" if owners else problem
@@ -139,7 +204,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}
 
 
 def register_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
-    """Let configs and commands name this optimizer; may be used as a decorator. InvalidConfig if its name is taken."""
+    """Let configs and commands name this optimizer; a decorator too. InvalidConfig if its name is taken."""
     if optimizer.name in OPTIMIZERS:
         raise InvalidConfig(f"an optimizer called {optimizer.name!r} is there already; register it under another name")
     OPTIMIZERS[optimizer.name] = optimizer

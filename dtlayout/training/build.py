@@ -26,7 +26,7 @@ from dtlayout.spec.precision import Precision
 
 @dataclass(frozen=True)
 class Assembly:
-    """What one rank trains with."""
+    """Everything that one rank trains with."""
 
     mesh: DeviceMesh
     schedule: Schedule
@@ -34,7 +34,7 @@ class Assembly:
     modules: list[nn.Module]
     runtime: Runtime
     sync: list[GradientSync]
-    """Of each of the modules."""
+    """One for each of the modules."""
 
 
 def assemble(

@@ -98,7 +98,7 @@ class Checkpoints:
         }
         self.finish()
         self.watch.at("saving", is_long=True)
-        tensors = collect_state(self.modules, self.optimizer, config.model, settings.state)
+        tensors = collect_state(self.modules, self.optimizer, config.model, settings)
         in_background = self.background is not None and not is_last
         wait_for_copies = self.copies.take(tensors) if in_background else lambda: tensors
 

@@ -1,4 +1,4 @@
-"""Which kernels a step really runs: its first forward is recorded, and compared with what was asked for."""
+"""Kernels that a step really runs: its first forward is recorded, and compared with the kernels that were asked for."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +28,7 @@ def first_forward(runtime: Runtime, recorder: KernelRecorder) -> Iterator[None]:
 
 
 def find_other_attention(asked: str, executed: set[str]) -> str:
-    """What is wrong if another kernel ran than was asked for, where that one would be seen; empty if it did."""
+    """The problem, if another attention kernel ran than the one asked for and that one would be seen; else empty."""
     if not find_kernel(AttentionKernel, asked).traces or not executed - {asked.removeprefix("sdpa-")}:
         return ""
     return f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here"

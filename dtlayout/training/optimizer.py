@@ -2,6 +2,7 @@
 
 import math
 import pkgutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,34 +11,71 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import plural
-from dtlayout.models.families import describe
+from dtlayout.models.families import find_weight
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import Optimizer
 
+_LR_SHARE = "lr_share"
+"""Key of a parameter group: its learning rate as a share of [optimizer]'s."""
+
 
 def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer) -> torch.optim.Optimizer:
-    """torch's optimizer over all parameters of a model's stages, each decaying where the model's description says so.
+    """torch's optimizer over the trained parameters of a model's stages; one over several where roles share them.
 
-    The learning rate comes with each step.
+    The model's description says which parameters are trained, and each one's role. The learning rate comes with each
+    step. InvalidConfig if torch's class does not take its parameters.
     """
-    parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    by_part: dict[Optimizer, dict[float, list[nn.Parameter]]] = {part: defaultdict(list) for part in settings.parts}
     for name, parameter in (named for module in modules for named in module.named_parameters()):
-        parameters[describe(model).find(model.aliases.get(name, name)).decays].append(parameter)
-    groups = [
-        {"params": some, "weight_decay": settings.weight_decay if decays else 0.0}
-        for decays, some in parameters.items()
-        if some
-    ]
-    make = pkgutil.resolve_name(settings.torch_class)
-    built: torch.optim.Optimizer = make(groups, lr=0.0, **settings.torch_arguments)
+        weight = find_weight(model, name)
+        if weight.trains:
+            part = settings.of_role(weight.role)
+            by_part[part][part.decay_of(weight.role)].append(parameter)
+    built = [_build_part(part, part.lr / settings.lr, by_decay) for part, by_decay in by_part.items() if by_decay]
+    return built[0] if len(built) == 1 else JointOptimizer(built)
+
+
+def _build_part(
+    part: Optimizer, lr_share: float, by_decay: Mapping[float, list[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """torch's optimizer of one part, over parameters by their weight decay, the highest first."""
+    make, decays = pkgutil.resolve_name(part.torch_class), sorted(by_decay, reverse=True)
+    tables = [{"params": by_decay[decay], "weight_decay": decay, _LR_SHARE: lr_share} for decay in decays]
+    try:
+        built: torch.optim.Optimizer = make(tables, lr=0.0, **part.torch_arguments)
+    except ValueError as error:
+        raise InvalidConfig(
+            f"optimizer.name={part.name}: {part.torch_class} refuses the weights that it gets: {error}; an optimizer "
+            f"of some weights alone is a RoleOptimizer, which says their roles"
+        ) from error
     return built
 
 
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one: each updates its own parameters, and the state of all lies in one place."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        """`optimizers` share no parameter; there may be none, in a stage where nothing is trained."""
+        super().__init__([group for each in optimizers for group in each.param_groups] or [{"params": []}], {})
+        self.optimizers = optimizers
+        for each in optimizers:
+            each.state = self.state
+        self._step_supports_amp_scaling = all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters, or none where the flag that GradScaler made says so."""
+        for each in self.optimizers:
+            if self._step_supports_amp_scaling:
+                each.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
+            each.step()
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` from the next step on."""
+    """Use `lr` from the next step on, or where several optimizers share the model each one's share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(_LR_SHARE, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +92,9 @@ class LearningRate:
 
     @classmethod
     def of(cls, settings: Optimizer, num_steps: int, saved: Mapping[str, Any]) -> Self:
-        """That of a run of so many steps; `saved` is what a checkpoint has of it, empty at the first start.
+        """The learning rate of a run of `num_steps`; `saved` holds a checkpoint's, and is empty at the first start.
 
-        What the settings name counts. Where they name no length, the saved one does.
+        Numbers that the settings name count. Where they name no length, the saved one does.
         """
         return cls(
             lr=settings.lr,
@@ -66,7 +104,7 @@ class LearningRate:
         )
 
     def at(self, step: int) -> float:
-        """Of a step; they count from 0.
+        """The learning rate of a step; steps count from 0.
 
         >>> rate = LearningRate(lr=1.0, min_lr_ratio=0.5, warmup_steps=2, decay_steps=5)
         >>> [round(rate.at(step), 3) for step in range(6)]
@@ -79,9 +117,9 @@ class LearningRate:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
 
     def describe_resume(self, saved: Mapping[str, Any], done: int, num_steps: int) -> list[str]:
-        """What somebody should know who goes on after `done` steps: another rate than was saved, or another length.
+        """Notes for a run that goes on after `done` steps: the rate differs from the saved one, or the length does.
 
-        Nothing where the rate goes on as it was going to and ends with the run, or where nothing was saved.
+        Empty where the rate goes on as it was going to and ends with the run, or where nothing was saved.
         """
         if saved.keys() != asdict(self).keys() or done >= num_steps:
             return []

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from memory_ranks import measure_peaks, predict
+from memory_ranks import measure_frozen_peaks, measure_peaks, predict
 from parity import BF16, EXACT, FP32, QWEN2, QWEN3, SHAPE, TIED, Case
+from plugged import plugged_in
 from ranks import Ranks
 from thorough import mostly_thorough
 
@@ -121,3 +122,20 @@ def test_the_predicted_peak_is_the_measured_one(ranks4: Ranks, case: Case) -> No
     measured = ranks4.run(measure_peaks, case)[0]
     predicted = [rank.total for rank in predict(case)]
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+FROZEN = [
+    Case(AXES["zero 3"], precision=BF16),
+    Case(AXES["pp2 tp2"], precision=BF16),
+    Case(AXES["offloaded both"], precision=BF16),
+    Case(Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3), precision=BF16, global_batch=16),
+    Case(TIED_LAYOUTS["pp2 tp2"], precision=BF16, model=TIED),
+]
+
+
+def test_the_predicted_peak_of_a_model_with_frozen_weights_is_the_measured_one(ranks4: Ranks) -> None:
+    with plugged_in("partly_frozen"):
+        for case in FROZEN:
+            case = replace(case, model=replace(case.model, family="partly-frozen"))
+            measured = ranks4.run(measure_frozen_peaks, case)[0]
+            assert [rank.total for rank in predict(case)] == pytest.approx(measured, rel=0.05), case

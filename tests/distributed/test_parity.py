@@ -22,12 +22,15 @@ from parity import (
     merge,
     offload_without_a_bit,
     relative_difference,
+    run_frozen,
     run_in_a_v,
     run_layout,
+    run_muon,
     run_over_symmetric_memory,
     run_reference,
     skip_between_steps,
 )
+from plugged import plugged_in
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
 
@@ -279,6 +282,35 @@ def test_tied_embeddings_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
 )
 def test_other_families_are_exact_in_float64(ranks4: Ranks, name: str, model: ModelShape) -> None:
     size, whose = difference(ranks4, Case(FAMILY_LAYOUTS[name], model=model))
+    assert size <= 1e-10, whose
+
+
+FROZEN_LAYOUTS = {
+    "zero 3 hsdp": Case(AXES["zero 3 hsdp"]),
+    "tp2 overlapped": Case(AXES["pp2 tp2 overlapped"]),
+    "a first stage of which nothing trains": Case(AXES["uneven layers, ends alone"]),
+    "split backwards": Case(Layout(pp=2, schedule="zb-h1", tp=2, micro_batch=2, zero=3, recompute="selective")),
+    "tied ends on one rank": Case(Layout(pp=2, dp_shard=2, schedule="zb-v", virtual_stages=2, zero=2), model=TIED),
+    "tied ends on two": Case(TIED_LAYOUTS["offloaded pp2 tp2"], model=TIED),
+    "linear loss": Case(AXES["zero 3 pp2"], kernels=Kernels(loss="linear")),
+}
+
+
+def test_what_is_trained_beside_frozen_weights_is_exact_in_float64(ranks4: Ranks) -> None:
+    with plugged_in("partly_frozen"):
+        for name, case in FROZEN_LAYOUTS.items():
+            case = replace(case, model=replace(case.model, family="partly-frozen"), num_steps=2)
+            size, whose = largest_difference(merge(ranks4.run(run_frozen, case)), run_reference(case))
+            assert size <= 1e-10, (name, whose)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=4), Layout(pp=2, dp_replicate=2, schedule="zb-h1")], ids=str)
+def test_matrices_by_muon_and_the_rest_by_adamw_are_exact_in_float64(ranks4: Ranks, layout: Layout) -> None:
+    case = Case(layout, model=TIED, num_steps=2)
+    outcome = merge(ranks4.run(run_muon, case))
+    with plugged_in("muon") as muon:
+        reference = run_reference(replace(case, optimizer=muon.Muon(rest=case.optimizer)))
+    size, whose = largest_difference(outcome, reference)
     assert size <= 1e-10, whose
 
 

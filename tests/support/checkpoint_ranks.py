@@ -58,7 +58,7 @@ def save(
     settings: Optimizer = ADAMW, *, keep: int, **more: Any,
 ) -> Path:  # fmt: skip
     """`save_checkpoint` of what is in these modules and this optimizer."""
-    tensors = collect_state(assembly.modules, optimizer, model, settings.state)
+    tensors = collect_state(assembly.modules, optimizer, model, settings)
     return save_checkpoint(folder, step, tensors, model, settings, keep=keep, **more)
 
 
@@ -88,7 +88,7 @@ def train_and_save(
     copies, planner = HostCopies(optimizer, "cpu"), RepeatedPlanner()
     for step in range(1, num_steps + 1):
         update(assembly, optimizer)
-        tensors = copies.take(collect_state(assembly.modules, optimizer, model, settings.state))()
+        tensors = copies.take(collect_state(assembly.modules, optimizer, model, settings))()
         save_checkpoint(folder, step, tensors, model, settings, keep=keep, planner=planner)
     saved = whole_state(assembly, optimizer, model)
     update(assembly, optimizer)

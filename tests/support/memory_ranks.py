@@ -2,6 +2,7 @@
 
 import torch
 from parity import MAX_NORM, SEED, Case, local_rows, local_starts
+from plugged import plugged_in
 
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
@@ -22,13 +23,19 @@ def measure_peaks(case: Case) -> list[int]:
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
     tokens, targets = (rows.clone() for rows in local_rows(case))
     for parameter in (p for module in assembly.modules for p in module.parameters()):
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
     meter = MemoryMeter("cpu", assembly.modules, optimizer, state_on_host=case.layout.offloads_state)
     with meter.watch():
         step(tokens, targets, local_starts(case))
     return meter.gather_peaks(case.layout)
+
+
+def measure_frozen_peaks(case: Case) -> list[int]:
+    """As `measure_peaks`, of a model of which some weights are frozen."""
+    with plugged_in("partly_frozen"):
+        return measure_peaks(case)
 
 
 def make_scenario(case: Case) -> Scenario:

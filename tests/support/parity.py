@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_ranks import note_equal
 from outside import V_GPIPE, registered
+from plugged import plugged_in
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dtlayout.data.samples import find_starts
 from dtlayout.mesh.axes import dp_rank
+from dtlayout.models.families import find_weight
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.offload import copy_to_host
@@ -34,7 +36,7 @@ from dtlayout.spec.optimizers import AdamW, Optimizer
 from dtlayout.spec.precision import Precision
 from dtlayout.training.batches import take_own
 from dtlayout.training.build import Assembly, assemble
-from dtlayout.training.optimizer import build_optimizer, set_learning_rate
+from dtlayout.training.optimizer import JointOptimizer, build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
 
 SHAPE = ModelShape(
@@ -105,8 +107,11 @@ def run_reference(case: Case) -> Outcome:
     dtype = getattr(torch, case.precision.compute)
     model = Llama(case.model, case.kernels, case.seq_len, dtype=getattr(torch, case.precision.params))
     initialize([model], case.model, SEED, "cpu")
-    parameters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    optimizer = make_optimizer(case.optimizer, list(parameters.values()))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(find_weight(case.model, name).trains)
+    parameters = {name: torch.nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    optimizer = make_optimizer(case.optimizer, trained, case.model)
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
     starts = make_starts(case, tokens)
     documents = None if starts is None else Documents.from_starts(starts)
@@ -115,10 +120,10 @@ def run_reference(case: Case) -> Outcome:
             parameter.data, parameter.grad = parameters[name].detach().to(dtype), None
         loss = model(tokens, documents, targets=targets, num_targets=float((targets != IGNORED).sum()))
         loss.backward()
-        gradients = {name: p.grad.to(parameters[name].dtype) for name, p in model.named_parameters()}
-        for name, parameter in parameters.items():
+        gradients = {name: p.grad.to(trained[name].dtype) for name, p in model.named_parameters() if name in trained}
+        for name, parameter in trained.items():
             parameter.grad = gradients[name].clone()
-        norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), MAX_NORM)
         optimizer.step()
     return Outcome(loss.item(), norm.item(), _to_numpy(gradients), _to_numpy(parameters))
 
@@ -131,7 +136,10 @@ def run_layout(case: Case) -> Outcome | None:
     def keep_gradients(*_: object) -> None:
         gradients.clear()
         for name, parameter in named_parameters(assembly, case):
-            note_equal(gradients, name, parameter.grad.full_tensor())
+            if find_weight(case.model, name).trains:
+                note_equal(gradients, name, parameter.grad.full_tensor())
+            else:
+                assert parameter.grad is None and parameter not in step.optimizer.state, f"{name} is frozen"
 
     step.optimizer.register_step_pre_hook(keep_gradients)
     tokens, targets = local_rows(case)
@@ -172,6 +180,18 @@ def run_over_symmetric_memory(case: Case) -> Outcome | None:
 
     with mock.patch.object(Group, "of", with_shared_memory):
         return run_layout(case)
+
+
+def run_frozen(case: Case) -> Outcome | None:
+    """As `run_layout`, of a model of which some weights are frozen."""
+    with plugged_in("partly_frozen"):
+        return run_layout(case)
+
+
+def run_muon(case: Case) -> Outcome | None:
+    """As `run_layout`, with matrices updated by Muon, and the rest by the case's optimizer."""
+    with plugged_in("muon") as muon:
+        return run_layout(replace(case, optimizer=muon.Muon(rest=case.optimizer)))
 
 
 def run_in_a_v(case: Case) -> Outcome | None:
@@ -231,10 +251,19 @@ def _own_rows(case: Case) -> slice:
     return slice(first, first + size)
 
 
-def make_optimizer(settings: Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(
+    settings: Optimizer, parameters: dict[str, torch.nn.Parameter], model: ModelShape
+) -> torch.optim.Optimizer:
     """As people write it who have one process."""
     values = asdict(settings)
-    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    if settings.name == "muon":
+        roles = {name: find_weight(model, name).role for name in parameters}
+        rest = {name: parameter for name, parameter in parameters.items() if roles[name] != "matrix"}
+        matrices = [{"params": [p for name, p in parameters.items() if name not in rest]}]
+        decay = {"lr": values["lr"], "weight_decay": values["weight_decay"]}
+        by_muon = torch.optim.Muon(matrices, momentum=values["momentum"], **decay)
+        return JointOptimizer([by_muon, make_optimizer(settings.rest, rest, model)])
+    matrices, vectors = ([p for p in parameters.values() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": values["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=values["lr"], momentum=values["momentum"])

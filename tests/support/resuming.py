@@ -51,7 +51,7 @@ def resume(saved_as: Layout, resumed_as: Layout, folder: Path) -> Outcome | None
     assembly, step = build_step(cases[0])
     for _ in range(SAVED_AFTER):
         step(*local_rows(cases[0]))
-    tensors = collect_state(assembly.modules, step.optimizer, MODEL, SMOOTH.state)
+    tensors = collect_state(assembly.modules, step.optimizer, MODEL, SMOOTH)
     path = save_checkpoint(folder, SAVED_AFTER, tensors, MODEL, SMOOTH, keep=1)
 
     assembly, step = build_step(cases[1])

@@ -1,6 +1,6 @@
 """The optimizer over the stages of a rank, and the learning rate of each step."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from dtlayout.measure.work import WorkCounter
 from dtlayout.models.description import describe_llama
 from dtlayout.models.families import FAMILIES, Family
 from dtlayout.models.presets import find_preset
-from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.optimizers import SGD, AdamW, RoleOptimizer
 from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -134,21 +134,91 @@ def test_a_stage_without_matrices_or_without_vectors_has_one_group():
         assert len(build_optimizer([stage], MODEL, ADAMW).param_groups) == 1
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_matrix_decays_only_where_the_description_says_so(monkeypatch, tied):
-    def describe_fixed_table(model):
-        description = describe_llama(model)
-        return replace(description, embedding=replace(description.embedding, decays=False))
+class FixedTable(AdamW):
+    """Embeddings do not decay."""
 
-    monkeypatch.setitem(FAMILIES, "fixed-table", Family(name="fixed-table", describe=describe_fixed_table))
-    model = replace(MODEL, family="fixed-table", tied_embeddings=tied)
-    first = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": nn.Embedding(4, 3)})})
-    last = nn.ModuleDict({"lm_head": nn.Linear(3, 4, bias=False)})
-    decays = {
-        p: g["weight_decay"] for g in build_optimizer([first, last], model, ADAMW).param_groups for p in g["params"]
-    }
+    decayed_roles = AdamW.decayed_roles - {"embedding"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_decays_only_where_the_optimizer_says_so_of_its_role(tied):
+    model = replace(MODEL, tied_embeddings=tied)
+    first, last = make_ends()
+    groups = build_optimizer([first, last], model, FixedTable()).param_groups
+    decays = {p: g["weight_decay"] for g in groups for p in g["params"]}
     assert decays[first["model"]["embed_tokens"].weight] == 0.0
-    assert decays[last["lm_head"].weight] == (0.0 if tied else ADAMW.weight_decay)
+    assert decays[last["lm_head"].weight] == (0.0 if tied else FixedTable().weight_decay)
+
+
+def make_ends():
+    first = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": nn.Embedding(4, 3)})})
+    return first, nn.ModuleDict({"lm_head": nn.Linear(3, 4, bias=False)})
+
+
+def describe_fixed_table(model):
+    description = describe_llama(model)
+    return replace(description, embedding=replace(description.embedding, trains=False))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_frozen_weight_is_in_no_group_and_a_stage_of_frozen_ones_alone_steps_over_nothing(monkeypatch, tied):
+    monkeypatch.setitem(FAMILIES, "fixed-table", Family(name="fixed-table", describe=describe_fixed_table))
+    first, last = make_ends()
+    model = replace(MODEL, family="fixed-table", tied_embeddings=tied)
+    both, alone = build_optimizer([first, last], model, ADAMW), build_optimizer([first], model, ADAMW)
+    assert [p for group in both.param_groups for p in group["params"]] == ([] if tied else [last["lm_head"].weight])
+    assert [p for group in alone.param_groups for p in group["params"]] == []
+    set_learning_rate(alone, 1.0)
+    alone.step()
+    assert not alone.state
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatricesBySgd(RoleOptimizer, SGD):
+    """SGD with momentum for matrices, AdamW for the rest."""
+
+    name: str = "matrices-by-sgd"
+
+    roles = frozenset({"matrix"})
+
+
+def test_two_optimizers_share_a_stage_by_role_and_the_learning_rate_by_their_own():
+    settings = MatricesBySgd(lr=0.5, momentum=0.5, rest=AdamW(lr=0.125, eps=1e-8))
+    stage = Stage(1)
+    optimizer = build_optimizer([stage], MODEL, settings)
+    set_learning_rate(optimizer, 0.25)
+    assert [(len(g["params"]), g["lr"]) for g in optimizer.param_groups] == [(1, 0.25), (1, 0.0625)]
+    matrix, norm = stage.matrix.detach().clone(), stage.norm.detach().clone()
+    for parameter in stage.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(stage.matrix.detach(), matrix - 0.25)
+    torch.testing.assert_close(stage.norm.detach(), norm - 0.0625)
+    kept = [{kind for kind in optimizer.state[p] if kind != "step"} for p in (stage.matrix, stage.norm)]
+    assert kept == [set(settings.state_of("matrix")), set(settings.state_of("vector"))]
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in stage.parameters())
+
+
+def test_the_flag_that_leaves_out_an_update_reaches_every_optimizer_or_is_not_claimed():
+    class Both(MatricesBySgd):
+        """AdamW twice."""
+
+        torch_class, torch_arguments = AdamW.torch_class, AdamW().torch_arguments
+
+    assert not build_optimizer([Stage(1)], MODEL, MatricesBySgd())._step_supports_amp_scaling
+    optimizer = build_optimizer([stage := Stage(1)], MODEL, Both())
+    assert optimizer._step_supports_amp_scaling
+    set_learning_rate(optimizer, 0.25)
+    before = [parameter.detach().clone() for parameter in stage.parameters()]
+    for parameter in stage.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert all(map(torch.equal, before, stage.parameters()))
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert not any(map(torch.equal, before, stage.parameters()))
 
 
 def test_a_step_is_adamw_by_the_book_at_the_rate_that_was_set_last():

@@ -64,8 +64,8 @@ def head_forward(size: Sizes) -> Phase:
 
     Whoever calls the head holds what the norm gave until the loss is there, also where the head gathers it first.
     """
-    left = size.whole + size.head_weight if size.head_weight else size.logits
-    dropped = size.norm_output if size.head_weight else 0.0
+    left = size.whole + size.head_weight if size.joins_loss else size.logits
+    dropped = size.norm_output if size.joins_loss else 0.0
     held = size.stream if size.shards_sequence else 0.0
     kept = sum(entry.saved for entry in size.end) + size.norm_output
     return changes((_A, kept + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held))
@@ -74,7 +74,7 @@ def head_forward(size: Sizes) -> Phase:
 def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
     """Phase of the head's backward: from what the loss left to the gradient of the hidden states."""
     head = weights.come([size.description.head.name])
-    if size.head_weight:
+    if size.joins_loss:
         to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *head]
     else:
         to_input = [(_A, size.whole), *head, (_L, -size.logits), (_A, -size.norm_output)]

@@ -7,6 +7,7 @@ A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules 
 - A residual passes its gradient on to both of its inputs, which share it until a norm's is added to it.
 - A sum over tp without sequence parallelism passes its gradient on; with it, it gathers one.
 - Gradients of weights come before the step's own tensors go, but a norm's come after.
+- A matmul without trained weights saves no input.
 - A matmul whose weights' gradients are put off holds what it read and the gradient of what it made.
 
 Left out: what a kernel allocates and frees inside one call.
@@ -50,7 +51,7 @@ def walk_backward(
     for entry in reversed(tape):
         if entry.kind == "residual":
             continue
-        waits = puts_off and entry.kind == "matmul"
+        waits = puts_off and _has_delayed(entry)
         if waits:
             delayed.update(entry.saves, entry.saves_again)
             shared += 0.0 if entry.used else sum(entry.makes.values())
@@ -82,7 +83,12 @@ def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Ste
     steps = come([name for entry in tape if entry.kind == "norm" for name in entry.weights])
     saved = {name: size for entry in tape for name, size in entry.saves.items()}
     for entry in tape:
-        if entry.kind == "matmul":
+        if _has_delayed(entry):
             read = sum([saved.pop(name, 0.0) for name in (*entry.saves, *entry.saves_again)])
             steps += [*come(entry.weights), (_A, -read - sum(entry.makes.values()))]
     return steps
+
+
+def _has_delayed(entry: SizedEntry) -> bool:
+    """Whether a split backward puts off the gradients of an entry's weights; those of norms and experts it does not."""
+    return entry.kind == "matmul" and bool(entry.weights)

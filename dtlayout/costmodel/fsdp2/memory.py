@@ -166,6 +166,8 @@ class _Stage:
             self.counts[each.unit] += each.num_blocks
         self.ends = tuple(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         """Units beside the blocks'."""
+        self.is_frozen_first = chunk.embedding and not sharding.description.embedding.trains
+        """Whether gradients end at the first block, since the embedding before it is frozen."""
         self.keeps_head = chunk.head and sharding.zero == 3
         self.forward = cache(lambda *how: sequence(self._forward(*how)))
         """One microbatch; the first one gathers what ZeRO-1 and -2 keep, and none what lies there."""
@@ -183,20 +185,19 @@ class _Stage:
     @cached_property
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
-        params, optimizer = self.sharding.params, self.sharding.optimizer
         if self.sharding.on_host:
             return IDLE
         num_parameters = sum(n * self.sharding.shard(unit) for unit, n in self.counts.items())
-        steps = optimizer.step_bytes * sum(n * len(unit.weights) for unit, n in self.counts.items())
-        kept = optimizer.state_bytes(params) * num_parameters + steps
-        return changes((_P, params * num_parameters), (MemoryKind.OPTIMIZER, kept))
+        kept = sum(n * self.sharding.optimizer_bytes(unit) for unit, n in self.counts.items())
+        return changes((_P, self.sharding.params * num_parameters), (MemoryKind.OPTIMIZER, kept))
 
     def last_reduced(self, reduced: Reduced) -> Unit | None:
         """The unit whose buffer a backward of this stage has left, [Note: a unit's reduction]."""
         if reduced.kind is Kind.BACKWARD_WEIGHT:
             *_, last = self._reduced_late(ends_wait=reduced.kind_changed)
             return last
-        return self.units.root or self.units.embedding or (self.runs[0].unit if self.runs else self.ends[-1])
+        first = self.runs[0].unit if self.runs else self.ends[-1]
+        return first if self.is_frozen_first else self.units.root or self.units.embedding or first
 
     def _reduced_late(self, *, ends_wait: bool) -> list[Unit | None]:
         """Units in the order in which the second part of a backward reduces them, that of the modules.
@@ -296,6 +297,7 @@ class _Stage:
         """
         size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
         last_block, ends = (runs[-1].unit if runs else None), self.ends
+        embedding = None if self.is_frozen_first else units.embedding
         reduces = not splits and (not sharding.sums_late or is_last)
 
         def finish_unit(unit: Unit, before: Unit | None) -> Phase:
@@ -311,7 +313,7 @@ class _Stage:
             return sequence((begin, work, finish))
 
         if sharding.zero == 3:
-            ahead = (None if head_is_gathered else units.head) if units.head else last_block or units.embedding
+            ahead = (None if head_is_gathered else units.head) if units.head else last_block or embedding
             root = sharding.take_out(units.root) if units.root and not head_is_gathered else []
             yield changes(*root, *sharding.fill(ahead))
         copied = self.last_kept if self.offloads and prev_block_still_copying else 0.0
@@ -334,7 +336,7 @@ class _Stage:
                 last_work = sequence((changes((_A, coming)), work))
                 work = sequence((changes((_A, each.kept)), work))
                 first_work = work if each.num_blocks > 1 else last_work
-            after = runs[i - 1].unit if i else units.embedding
+            after = runs[i - 1].unit if i else embedding
             yield run(unit, first_work, unit if each.num_blocks > 1 else after, reduced)
             if each is runs[-1] and not self.has_head:
                 yield changes((_A, size.stream))  # from here on there is a gradient of its own
@@ -347,7 +349,9 @@ class _Stage:
         if self.offloads and prefetches_next:
             yield changes((_A, -self.last_kept))
         yield changes((_A, -self.kept_mask))
-        if self.has_embedding:
+        if self.is_frozen_first:
+            yield changes((_A, -size.stream), (_P, -sharding.kept_gathered(units.embedding) if is_last else 0))
+        elif self.has_embedding:
             with_embedding = units.embedding or units.root
             assert with_embedding, "a stage with an embedding has its weight in a unit"
             gradient = sharding.embedding_gradient(with_embedding, is_first=is_first)

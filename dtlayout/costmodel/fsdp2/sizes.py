@@ -180,8 +180,10 @@ class Sizes:
         self.logits = self.element * columns * (at_once if loss.joins_matmul else 1)
         """Logits that are there at once, in the compute format; their gradient is as large."""
         weight = columns * scenario.model.hidden_size * BYTES[scenario.precision.compute]
-        self.head_weight = weight if loss.joins_matmul else 0.0
-        """The head's weight, and its gradient; 0 where that is not computed in forward."""
+        self.joins_loss = loss.joins_matmul
+        """Whether forward computes the gradients of what the head reads, and of its weight."""
+        self.head_weight = weight if loss.joins_matmul and self.description.head.trains else 0.0
+        """The gradient of the head's weight; 0 where that is not computed in forward, or at all."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
         num_own, num_exact = 2, loss.num_exact  # the gradient comes in the place of one that is exact
         if num_exact > 1:

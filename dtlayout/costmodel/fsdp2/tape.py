@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dtlayout.models.description import ATTENDED
 from dtlayout.models.families import block_tape, describe
-from dtlayout.models.tape import GATHERED, BlockTensor, TapeEntry, TapeOptions, gather_for, own_saves
+from dtlayout.models.tape import GATHERED, BlockTensor, TapeEntry, TapeOptions, gather_for
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Kept
 
@@ -57,7 +57,7 @@ class SizedEntry(NamedTuple):
     saves_again: tuple[str, ...]
     """Names of tensors that it saves, and that an entry before it saves too."""
     weights: tuple[str, ...]
-    """Names of its parameters."""
+    """Names of its trained parameters."""
     forward_work: float
     """Held by its forward at the fullest, beside what it reads, makes and saves."""
     work: float
@@ -99,8 +99,8 @@ def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
     def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
         return {each.name: elements[each.format] * each.width / ranks[each.spread] for each in tensors}
 
-    for entry, own in own_saves(tape):
-        reads, makes, saves = size(entry.reads), size(entry.makes), size(own)
+    for entry in tape:
+        reads, makes, saves = size(entry.reads), size(entry.makes), size(entry.saves)
         new, used = sum(reads.values()), sum(makes.values())
         work, forward_work, results = new, 0.0, tuple(makes.values())
         if entry.scratch is not None:
@@ -115,7 +115,7 @@ def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
         if entry.kind == "residual" or (entry.kind == "sum" and not scatters):  # pass their gradient on
             reads, work = {}, 0.0
         yield SizedEntry(
-            entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves if each not in own]),
+            entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
             entry.weights, forward_work, work, 0.0 if _shares_gradient(entry, scatters=scatters) else used,
             entry.kept_as, results, measures.adds_apart and entry.reads[0].spread == "whole",
         )  # fmt: skip

@@ -13,10 +13,12 @@ the rank's stages comes to its turn (before torch 2.13, one with gradients), or 
 Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the
 replicas; where masters have another format, what was summed stays beside the gradients until that is over. Where an
 engine sums the embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
+Frozen weights are gathered, and that is all; a unit of frozen weights alone is not reduced.
 """
 
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from dtlayout.models.families import describe
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import BYTES
+from dtlayout.spec.roles import Role
 
 _P, _G, _B = MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.BUFFERS
 
@@ -45,6 +48,30 @@ class Unit:
     none."""
     of_experts: frozenset[str] = frozenset()
     """Names of the weights that are stacks of experts' matrices, which fewer ranks hold."""
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Name of each trained weight → its role."""
+
+    @classmethod
+    def of(cls, weights: Iterable[Weight], tp: int, ep: int = 1, *, partial: int = 0) -> "Unit":
+        """The unit of some weights; the matrices of a rank's experts lie under each other."""
+        shapes, of_experts, roles = dict[str, Shape](), set[str](), dict[str, Role]()
+        for weight in weights:
+            shape = weight.local_shape(tp, ep)
+            if weight.is_of_experts:
+                of_experts.add(weight.name)
+                shape = (shape[0] * shape[1], *shape[2:])
+            shapes[weight.name] = shape
+            if weight.trains:
+                roles[weight.name] = weight.role
+        return cls(shapes, partial, frozenset(of_experts), roles)
+
+    @cached_property
+    def trained(self) -> "Unit":
+        """The trained weights alone, which have gradients and state."""
+        if self.roles.keys() == self.weights.keys():
+            return self
+        shapes = {name: self.weights[name] for name in self.roles}
+        return Unit(shapes, self.partial if shapes else 0, self.of_experts & shapes.keys(), self.roles)
 
     def shard_sizes(self, shards: int, expert_shards: int) -> list[int]:
         """Parameters of each weight's largest shard: rows are split over the ranks."""
@@ -84,16 +111,12 @@ class StageUnits(NamedTuple):
 def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool, sums_embedding: bool) -> StageUnits:
     """Units of a stage beside its blocks; `sums_embedding` is the engine's feature."""
     description = describe(model)
-
-    def local(*weights: Weight) -> dict[str, Shape]:
-        return {weight.name: weight.local_shape(tp) for weight in weights}
-
     norm = description.final_norm.weights
     whole_table = description.embedding.numel if tp > 1 and sums_embedding else 0
-    embedding = Unit(local(description.embedding), partial=whole_table) if has_embedding else None
-    head = Unit(local(*norm, description.head)) if has_head else None
+    embedding = Unit.of([description.embedding], tp, partial=whole_table) if has_embedding else None
+    head = Unit.of([*norm, description.head], tp) if has_head else None
     if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
-        return StageUnits(None, None, Unit(local(description.head, *norm)))
+        return StageUnits(None, None, Unit.of([description.head, *norm], tp))
     if model.tied_embeddings:
         return StageUnits(None, None, head or embedding)
     return StageUnits(embedding, head, None)
@@ -101,15 +124,8 @@ def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bo
 
 @lru_cache(maxsize=256)
 def block_unit(model: ModelShape, tp: int, ep: int) -> Unit:
-    """The unit of a block; the matrices of a rank's experts lie under each other."""
-    shapes, of_experts = dict[str, Shape](), set[str]()
-    for weight in describe(model).block_weights:
-        shape = weight.local_shape(tp, ep)
-        if weight.is_of_experts:
-            of_experts.add(weight.name)
-            shape = (shape[0] * shape[1], *shape[2:])
-        shapes[weight.name] = shape
-    return Unit(shapes, of_experts=frozenset(of_experts))
+    """The unit of a block."""
+    return Unit.of(describe(model).block_weights, tp, ep)
 
 
 class UnitBytes:
@@ -137,6 +153,14 @@ class UnitBytes:
     def shard(self, unit: Unit) -> int:
         """Parameters of a unit's shard, the largest."""
         return unit.count(self.shards, self.expert_shards)
+
+    def optimizer_bytes(self, unit: Unit) -> int:
+        """Bytes that the optimizer keeps of a unit's shard, by the role of each weight."""
+        total = 0
+        for role, n in zip(unit.trained.roles.values(), self._shard_sizes(unit.trained), strict=True):
+            optimizer = self.optimizer.of_role(role)
+            total += optimizer.state_bytes(self.params) * n + optimizer.step_bytes
+        return total
 
     def padded(self, unit: Unit) -> int:
         """Parameters of a unit with the padding of its shards."""
@@ -191,22 +215,27 @@ class UnitBytes:
         """Under ZeRO-3: out of its buffer, which was filled ahead; the next one is filled."""
         return changes(*self.take_out(unit), (_B, -self.buffer(unit)), *self.fill(ahead))
 
+    def kept_gathered(self, unit: Unit | None) -> int:
+        """Bytes of a unit's parameters that stay gathered from the first use to the last backward, below ZeRO-3."""
+        return self.gathered(unit) if unit and self.zero < 3 else 0
+
     def drop(self, unit: Unit) -> Phase:
         """Gathered parameters go."""
         return changes((_P, -self.gathered(unit)))
 
     def gradients_of(self, unit: Unit, *, is_first: bool) -> WeightGradients:
         """Weight gradients of one backward; later ones are added at once where whole ones of their format are there."""
-        num_bytes = {name: float(self.compute * prod(shape)) for name, shape in unit.weights.items()}
-        if unit.partial:
-            num_bytes = dict.fromkeys(num_bytes, float(self.compute * unit.partial))
+        trained = unit.trained
+        num_bytes = {name: float(self.compute * prod(shape)) for name, shape in trained.weights.items()}
+        if trained.partial:
+            num_bytes = dict.fromkeys(num_bytes, float(self.compute * trained.partial))
         adds_at_once = self.sums_late and not is_first and self.compute == self.reduce
         return WeightGradients(num_bytes, pile_up=not adds_at_once)
 
     def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
         """The embedding's weight gradient; where a head in the same stage is tied to it, it is added to that one's."""
         embedding = self.description.embedding
-        if embedding.name in unit.weights:
+        if embedding.name in unit.weights or not embedding.trains:
             return self.gradients_of(unit, is_first=is_first)
         numel = embedding.numel if self.sums_embedding else prod(embedding.local_shape(self.tp))
         return WeightGradients({embedding.name: float(self.compute * numel)}, pile_up=False)
@@ -219,7 +248,7 @@ class UnitBytes:
     def add_up(self, unit: Unit, *, is_first: bool) -> Phase:
         """A unit's gradients become whole ones in the reduce format, or are added to these."""
         weights = self.gradients_of(unit, is_first=is_first)
-        if not is_first:
+        if not is_first or not weights.num_bytes:
             return changes((_G, -weights.left))
         accumulated = self._accumulated(unit)
         last = 0.0 if self.compute == self.reduce else list(weights.num_bytes.values())[-1]
@@ -227,21 +256,26 @@ class UnitBytes:
 
     def _accumulated(self, unit: Unit) -> float:
         """Bytes of a unit's whole gradients in the reduce format."""
-        return self.reduce * float(unit.partial or unit.count())
+        return self.reduce * float(unit.trained.partial or unit.trained.count())
 
     def _finish_backward(
         self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool, is_late: bool = False
     ) -> Phase:
-        """Phase of a unit's end; `is_late` in the second part of a split backward, after `put_off` and `add_up`."""
+        """Gathered parameters go and gradients are reduced; `is_late` where a backward is split and this is the end of
+        its second part, after `put_off` and `add_up`."""
         if self.sums_late and not is_last:
             return self.add_up(unit, is_first=is_first)
+        drops = (_P, -self.gathered(unit) if (is_last and self.zero < 3) or (self.zero == 3 and not is_late) else 0)
+        trained = unit.trained
+        if not trained.weights:
+            return changes(drops, (_B, -self.reduction(before)))
         weights, accumulated = self.gradients_of(unit, is_first=is_first), self._accumulated(unit)
         takes_up = is_late or (self.sums_late and not is_first)
         unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
-        local, last = size * unit.count(), size * prod([*unit.weights.values()][-1]) if self.shards > 1 else 0
-        buffer = self.reduce * self.padded(unit)
+        local, last = size * trained.count(), size * prod([*trained.weights.values()][-1]) if self.shards > 1 else 0
+        buffer = self.reduction(unit)
         copy = buffer if self.copies_buffer else 0
-        out, shard = self.reduce * self.shard(unit), self.params * self.shard(unit)
+        out, shard = self.reduce * self.shard(trained), self.params * self.shard(trained)
         waits = self.is_hybrid and not is_last
         kept = 0 if self.on_host else shard
         left = out if waits else kept
@@ -249,8 +283,8 @@ class UnitBytes:
         cast = 0.0 if self.reduce == self.params or waits else shard
         return changes(
             (_G, -weights.left if takes_up and not is_late else 0.0),
-            (_P, -self.gathered(unit) if (is_last and self.zero < 3) or (self.zero == 3 and not is_late) else 0),
-            *([(_G, local), (_G, -unreduced)] if unit.partial else []),
+            drops,
+            *([(_G, local), (_G, -unreduced)] if trained.partial else []),
             (_B, -self.reduction(before)), (_B, buffer), (_G, last - local),
             (_G, out), (_B, copy), (_B, -copy), (_G, cast), (_G, left - had - out - cast - last),
             (_B, self.summed(unit) if is_last else 0),
@@ -259,8 +293,8 @@ class UnitBytes:
     def summed(self, unit: Unit) -> float:
         """Bytes of a unit's shard, summed over replicas, that stay until the last backward is over."""
         is_cast = self.is_hybrid and self.reduce != self.params
-        return self.reduce * self.shard(unit) if is_cast else 0
+        return self.reduce * self.shard(unit.trained) if is_cast else 0
 
     def reduction(self, unit: Unit | None) -> int:
         """Bytes of the buffer through which a unit is reduced."""
-        return self.reduce * self.padded(unit) if unit else 0
+        return self.reduce * self.padded(unit.trained) if unit else 0

@@ -35,5 +35,6 @@ class NonFiniteObserver(Observer):
         if in_a_row and config.train.on_nonfinite == "skip":
             say(f"{MAX_SKIPPED} steps in a row were not finite: resume from an older checkpoint")
         if goes_on:
-            fill_state(self.trainer.optimizer, config.optimizer)  # a checkpoint has all of it
+            # A checkpoint has the state of every trained parameter.
+            fill_state(self.trainer.optimizer, self.trainer.assembly.modules, config.model, config.optimizer)
         return goes_on
