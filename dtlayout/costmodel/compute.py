@@ -13,7 +13,7 @@ from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
-from dtlayout.models.operations import AttentionCall, KernelCall, Matmul
+from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.models.tape import BlockTensor, TapeEntry
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS

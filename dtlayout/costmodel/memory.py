@@ -19,8 +19,8 @@ from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.scenario import Scenario, format_sizes, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
-from dtlayout.models.description import Weight
 from dtlayout.models.families import block_tape, describe
+from dtlayout.models.operations import Weight
 from dtlayout.models.tape import TapeOptions
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments

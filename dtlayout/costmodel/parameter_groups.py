@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from dtlayout.costmodel.scenario import count_expert_shards, count_state_shards
-from dtlayout.models.description import Weight
 from dtlayout.models.families import describe
+from dtlayout.models.operations import Weight
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

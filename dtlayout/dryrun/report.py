@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from dtlayout.measure.ledger import Footprint, Highest
-from dtlayout.models.operations import KernelCall
+from dtlayout.models.kernel_calls import KernelCall
 from dtlayout.schedules.actions import Action
 
 

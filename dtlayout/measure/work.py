@@ -10,7 +10,7 @@ from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from dtlayout.measure.storages import each_tensor
-from dtlayout.models.operations import AttentionCall, KernelCall, Matmul, Pass
+from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 
 aten = torch.ops.aten
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}

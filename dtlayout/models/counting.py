@@ -5,8 +5,8 @@ h hidden, q width of all query heads, V vocabulary, L layers, s sequence.
 
 from collections.abc import Callable
 
-from dtlayout.models.description import SelfAttention
 from dtlayout.models.families import describe
+from dtlayout.models.operations import SelfAttention
 from dtlayout.spec.model_shape import ModelShape
 
 

@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.models.description import Description, Weight, describe_llama
+from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.operations import Weight
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, join
 from dtlayout.spec.model_shape import ModelShape

@@ -1,41 +1,388 @@
-"""Work of an operator on a device: a matmul, attention, or a pass that moves bytes. Plain values, no torch."""
+"""Operations of a block: each says its sizes and weights, and writes its part of the block's tape. No torch.
 
+The residual stream is as wide as the model and, under sequence parallelism, split along the sequence. Tensors between a
+`colwise` matmul and the `rowwise` one that closes its branch are split over tp; so a norm over heads is.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property, partial
+from math import prod
+from typing import ClassVar, Literal
+
+from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
+from dtlayout.spec.recompute import Kept
+from dtlayout.spec.roles import Role
+
+ATTENDED = "self_attn.attended"
+"""Name of attention's result on a tape."""
 
 
 @dataclass(frozen=True)
-class Matmul:
-    """m×k times k×n, as often as `batch` says."""
+class Weight:
+    """A parameter: its name, shape and role, and whether it is trained."""
 
-    m: int
-    n: int
-    k: int
-    batch: int = 1
+    name: str
+    """The parameter's name in HF's state dict: inside a block from there on, else whole."""
+    shape: tuple[int, ...]
+    """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
+    initial: Literal["normal", "residual", "ones", "zeros"]
+    """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
+    role: Role
+    """The weight's part in the model, by which optimizers share the weights and decide what decays."""
+    split: Literal[0, 1] | None = None
+    """The dimension that tp splits; None where each rank has all of it."""
+    is_of_experts: bool = False
+    """Whether it is a stack, with a matrix or a vector for each expert, which ep splits and tp does not."""
+    trains: bool = True
+    """Whether it is trained; a frozen weight has no gradient, no optimizer state and no reduction."""
 
     @property
-    def flops(self) -> int:
-        """Multiplications and additions, 2·m·n·k for each of the batch."""
-        return 2 * self.batch * self.m * self.n * self.k
+    def numel(self) -> int:
+        """Parameters, over all tp ranks."""
+        return prod(self.shape)
+
+    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """The weight's shape on each of `tp` ranks, an expert's on each of `ep`."""
+        if self.is_of_experts:
+            return (self.shape[0] // ep, *self.shape[1:])
+        return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
+
+
+class _Operation:
+    """Facts that all operations say."""
+
+    weights: ClassVar[tuple[Weight, ...]] = ()
+    """Parameters that belong to it."""
+    kept_as: ClassVar[Kept | None] = None
+    """The word of a recomputation that keeps its result; without one it is always computed again."""
+    active_share: ClassVar[float] = 1.0
+    """Fraction of its weights that computes a token."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """Entries of a tape for this operation."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it reads, makes and saves")
+
+
+def _name_trained(weights: Iterable[Weight]) -> tuple[str, ...]:
+    return tuple(weight.name for weight in weights if weight.trains)
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """Attention in one kernel, forward or backward."""
+class Norm(_Operation):
+    """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
 
-    flops: int
-    """Counted whole, as MFU does, of which a causal mask hides half: 4·S²·K a head and sample forward, 2.5 times that
-    backward; of keys that every query sees, as in a piece of a sequence that cp shares, twice what is computed."""
+    module: str
+    """The module's name in the block, or in the model."""
+    width: int
+    """Elements of a token."""
+    num_heads: int = 0
+    """Heads that are normalised each for itself, which tp splits; 0 for the residual stream."""
+    reads: str = HIDDEN
+    """Tensor that it normalises; of latent attention the narrow vector of a token."""
+    trains: bool = True
+    """Whether its weight is trained."""
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it normalises heads."""
+        return self.num_heads > 0
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """One factor for each element of what is normalised."""
+        shape = (self.width // max(1, self.num_heads),)
+        return (Weight(f"{self.module}.weight", shape, "ones", "vector", trains=self.trains),)
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """One kernel, which keeps its input and a number for each row; or separate operations, with exact copies."""
+        tensor = partial(BlockTensor, spread="branch" if self.is_of_heads else "stream")
+        read, made = tensor(self.reads, self.width), tensor(self.module, self.width)
+        exact = tensor(f"{self.module}.exact", self.width, format="exact")
+        # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
+        kept = read if self.is_of_heads else read._replace(name=f"{self.module}.input")
+        rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
+        weights = _name_trained(self.weights)
+        if not options.separate_norms:
+            return (TapeEntry("norm", (read,), (made,), (kept, rows), weights),)
+        product = tensor(
+            f"{self.module}.product", self.width, format="exact" if options.keeps_exact_product else "compute"
+        )
+        return (
+            # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
+            TapeEntry("norm", (read,), (exact,), (exact if options.casts_norms else kept,), weights, (exact,) * 4),
+            TapeEntry(
+                "scale", (exact,), (made,), (*[product] * self.trains, rows), (), (exact,) * (2 + options.casts_norms)
+            ),
+        )
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A kernel that does little more than to read and write."""
+class Linear(_Operation):
+    """A matmul with a weight."""
 
-    moved_bytes: int
-    """Bytes that the kernel reads and writes."""
-    flops: ClassVar[int] = 0
-    """None that MFU counts."""
+    kept_as = "matmuls"
+    module: str
+    """The module's name in the block."""
+    reads: str
+    """Tensor that it multiplies: the module that makes it, or a word of its own."""
+    inputs: int
+    """Elements of a token that it reads."""
+    outputs: int
+    """Elements of a token that it makes."""
+    style: Literal["colwise", "rowwise", "replicated"]
+    """Split over tp. Colwise: of the outputs, which opens a branch. Rowwise: of the inputs, which closes it with a sum
+    over the ranks. Replicated: none, so that each rank multiplies what it has of the residual stream."""
+    saves_input: bool = True
+    """Whether it saves its input for the weight's gradient; not a router's beside a shared expert, which saves it."""
+    bias: bool = False
+    """Whether it adds one to its outputs."""
+    fuses: bool = False
+    """Whether some engines compute it together with the matmul before it, which reads the same."""
+    trains: bool = True
+    """Whether its weights are trained."""
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """The matrix, and a bias that is split like its rows."""
+        rows: Literal[0] | None = 0 if self.style == "colwise" else None
+        matrix = Weight(
+            f"{self.module}.weight", (self.outputs, self.inputs), "residual" if self.style == "rowwise" else "normal",
+            "matrix", 1 if self.style == "rowwise" else rows, trains=self.trains,
+        )  # fmt: skip
+        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", "vector", rows, trains=self.trains)
+        return (matrix, bias) if self.bias else (matrix,)
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """A matmul of what tp has gathered, of a part of it, or of a branch; this is followed by a sum over tp."""
+        read = BlockTensor(self.reads, self.inputs, "branch" if self.style == "rowwise" else "stream")
+        made = BlockTensor(self.module, self.outputs, "branch" if self.style == "colwise" else "stream")
+        saved, closing = read, tuple[TapeEntry, ...]()
+        if self.style == "colwise":
+            saved = read._replace(spread="input")
+            read = BlockTensor(f"{self.reads}{GATHERED}", self.inputs, "whole") if options.is_split else read
+        elif self.style == "rowwise" and options.is_split:
+            summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
+            closing = (TapeEntry("sum", (made,), (summed,)),)
+        casts, saves = self.style != "replicated", self.saves_input and self.trains
+        matmul = TapeEntry(
+            "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
+            _name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
+        )  # fmt: skip
+        return (matmul, *closing)
 
 
-KernelCall = Matmul | AttentionCall | Pass
+@dataclass(frozen=True)
+class RoutedExperts(_Operation):
+    """Feed-forwards, each for those tokens that the matmul before them, a router, sends it; and the sum of a token's.
+
+    ep splits the experts and tokens travel to them; tp splits no expert, but shares out the tokens.
+    """
+
+    kept_as = "matmuls"
+    module: str
+    """The module's name in the block."""
+    reads: str
+    """Tensor whose tokens it computes."""
+    router: str
+    """Tensor of the experts' scores for each token."""
+    number: int
+    """Experts."""
+    per_token: int
+    """Experts that compute a token."""
+    width: int
+    """Elements of a token outside of an expert."""
+    inner_width: int
+    """Elements of a token inside one."""
+    gated: bool
+    """Whether the activation multiplies two tensors."""
+    bias: bool = False
+    """Whether each matmul adds one to its outputs."""
+    trains: bool = True
+    """Whether its weights are trained."""
+
+    @property
+    def num_opening(self) -> int:
+        """Matmuls of an expert before its activation: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
+    def active_share(self) -> float:  # type: ignore[override]
+        """Experts of a token among all."""
+        return self.per_token / self.number
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """A stack of each matrix."""
+        opening, closing = (self.number, self.inner_width, self.width), (self.number, self.width, self.inner_width)
+        names = ("gate_proj", "up_proj")[-self.num_opening :]
+        stack = partial(Weight, is_of_experts=True, trains=self.trains)
+        stacks = [stack(f"{self.module}.{name}.weight", opening, "normal", "expert") for name in names]
+        stacks.append(stack(f"{self.module}.down_proj.weight", closing, "residual", "expert"))
+        biases = [
+            stack(each.name.replace(".weight", ".bias"), each.shape[:2], "zeros", "vector")
+            for each in stacks * self.bias
+        ]
+        return (*stacks, *biases)
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """Tokens are copied for their experts, which are a feed-forward, and their results are added up.
+
+        Gate and up are one entry: both gradients of what they read come before those of their weights.
+        """
+        tokens, scores = BlockTensor(self.reads, self.width, "stream"), BlockTensor(self.router, self.number, "stream")
+        outer = partial(BlockTensor, width=self.per_token * self.width, spread="branch")
+        inner = partial(BlockTensor, width=self.per_token * self.inner_width, spread="branch")
+        copies, results = outer(f"{self.module}.copies"), outer(f"{self.module}.results")
+        opened = tuple(inner(f"{self.module}.{name}") for name in ("gate_proj", "up_proj")[-self.num_opening :])
+        active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
+        *opening, closing = (_name_trained([weight]) for weight in self.weights)
+        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
+        return (
+            TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
+            matmul(
+                (copies,),
+                opened,
+                (copies._replace(format="cast"),) * self.trains,
+                sum(opening, ()),
+                (copies,) * self.num_opening,
+            ),
+            *_record_activation(opened, active, options),
+            matmul(
+                (active,), (results,), (active,) * self.trains, closing
+            ),  # keeps what the activation gave it as that is
+            TapeEntry("combine", (results,), (summed,)),
+        )
+
+
+@dataclass(frozen=True)
+class Rotary(_Operation):
+    """The rotary embedding of queries and keys, in fp32 or finer inside."""
+
+    width: int
+    """Elements of a token's queries that it turns."""
+    shared_width: int = 0
+    """Elements of its keys that all heads have in common, and that are copied for each; 0 where a key has its own."""
+    num_copies: int = 0
+    """Heads that they are copied for."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """Queries, and keys that heads have in common: gradients of others take the place of what they come from."""
+        read, made = (BlockTensor(name, self.width, "branch") for name in ("queries before", "queries"))
+        shared = BlockTensor("shared keys", self.shared_width, "stream")
+        copies = BlockTensor("copied keys", self.num_copies * self.shared_width, "branch")
+        return (TapeEntry("rope", (read, shared), (made, copies), scratch=()),)
+
+
+@dataclass(frozen=True)
+class SelfAttention(_Operation):
+    """Causal attention; it keeps queries, keys, values and its output."""
+
+    kept_as = "attention"
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads."""
+    head_width: int
+    """Width of each query and key."""
+    value_width: int
+    """Width of each value."""
+    window: int = 0
+    """Tokens that are attended to in every other block; 0 where all are that came before."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """One entry; kernels keep more than it says (`costmodel.fsdp2.sizes`)."""
+        queries, keys, values, attended = (
+            BlockTensor(name, width, "branch")
+            for name, width in (
+                ("queries", self.query_width), ("keys", self.num_kv_heads * self.head_width),
+                ("values", self.num_kv_heads * self.value_width), (ATTENDED, self.output_width),
+            )
+        )  # fmt: skip
+        read = (queries, keys, values)
+        return (TapeEntry("attention", read, (attended,), (*read, attended), kept_as=self.kept_as),)
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's queries."""
+        return self.num_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys and values."""
+        return self.num_kv_heads * (self.head_width + self.value_width)
+
+    @property
+    def input_width(self) -> int:
+        """Elements of a token's queries, keys and values."""
+        return self.query_width + self.kv_width
+
+    @property
+    def output_width(self) -> int:
+        """Elements of a token's output."""
+        return self.num_heads * self.value_width
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Scores and weighted values, forward, the half that the mask hides counted too."""
+        return 2.0 * (self.query_width + self.output_width) * seq_len
+
+    def seen_share(self, seq_len: int) -> float:
+        """Scores that windows leave of those below the causal mask, s²/2 of a sequence: a window has s·w - w²/2.
+
+        >>> SelfAttention(num_heads=64, num_kv_heads=8, head_width=64, value_width=64, window=128).seen_share(1024)
+        0.6171875
+        """
+        if not 0 < self.window < seq_len:
+            return 1.0
+        seen = self.window / seq_len
+        return (1 + 2 * seen - seen * seen) / 2
+
+
+@dataclass(frozen=True)
+class Activation(_Operation):
+    """silu(gate) · up, or without a gate the activation function alone."""
+
+    module: str
+    """Module of the matmuls before it: it reads what MODULE.gate_proj and MODULE.up_proj made."""
+    width: int
+    """Elements of a token."""
+    gated: bool
+    """Whether it multiplies two tensors."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """The activation, or silu and the product each by itself."""
+        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        opened = tuple(BlockTensor(f"{self.module}.{name}", self.width, "branch") for name in names)
+        return _record_activation(opened, BlockTensor(f"{self.module}.active", self.width, "branch"), options)
+
+
+def _record_activation(
+    opened: tuple[BlockTensor, ...], active: BlockTensor, options: TapeOptions
+) -> tuple[TapeEntry, ...]:
+    """Entries from results of opening matmuls, gate and up or up alone, to the activation's result."""
+    if len(opened) == 1:
+        return (TapeEntry("activation", opened, (active,), opened),)
+    if options.num_gated_kept == len(opened):  # both gradients take the place of gate and up
+        return (TapeEntry("activation", opened, (active,), opened, scratch=()),)
+    gate, up = opened
+    silu = active._replace(name=f"{active.name}.silu")
+    return (
+        TapeEntry("activation", (gate,), (silu,), (gate,)),
+        TapeEntry("activation", (silu, up), (active,), (silu, up)),
+    )
+
+
+@dataclass(frozen=True)
+class Residual(_Operation):
+    """A branch is added to the residual stream."""
+
+    width: int
+    """Elements of a token."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """The sum; its gradient is that of both of its inputs, and nothing is saved."""
+        hidden = BlockTensor(HIDDEN, self.width, "stream")
+        return (TapeEntry("residual", (hidden,), (hidden,)),)
+
+
+Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Residual

@@ -1,6 +1,6 @@
 """Tape: the steps of a block's forward, each with the tensors that it reads, makes and saves for backward. No torch.
 
-Operations of `models.description` write it; nothing on it depends on the number of tokens or of ranks. The cost model
+Operations of `models.operations` write it; nothing on it depends on the number of tokens or of ranks. The cost model
 gives its tensors bytes, and walks it forwards and backwards.
 """
 

@@ -28,8 +28,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Linear, Norm
+from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY
 from dtlayout.models.families import describe
+from dtlayout.models.operations import Linear, Norm
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload

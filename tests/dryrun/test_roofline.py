@@ -10,7 +10,7 @@ from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.roofline import roofline_time
 from dtlayout.measure.ledger import Footprint
 from dtlayout.mesh.axes import coordinate
-from dtlayout.models.operations import AttentionCall, KernelCall, Matmul, Pass
+from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 from dtlayout.schedules.actions import Action, Kind
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.kernels import Kernels

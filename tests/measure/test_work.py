@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.measure.work import WorkCounter, describe
-from dtlayout.models.operations import AttentionCall, KernelCall, Matmul, Pass
+from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 
 
 class Listing(TorchDispatchMode):

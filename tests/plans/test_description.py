@@ -16,10 +16,10 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.world import fake_world
 from dtlayout.mesh.axes import TP
 from dtlayout.mesh.build import build_mesh
-from dtlayout.models.description import Linear, Norm, SelfAttention
 from dtlayout.models.families import describe
+from dtlayout.models.kernel_calls import AttentionCall, Matmul, Pass
 from dtlayout.models.llama import Llama
-from dtlayout.models.operations import AttentionCall, Matmul, Pass
+from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.pipelining.schedule import Kind
 from dtlayout.plans.apply import split_tensors
 from dtlayout.plans.plan import tensor_styles

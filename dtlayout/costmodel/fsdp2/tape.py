@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from dtlayout.models.description import ATTENDED
 from dtlayout.models.families import block_tape, describe
+from dtlayout.models.operations import ATTENDED
 from dtlayout.models.tape import GATHERED, BlockTensor, TapeEntry, TapeOptions, gather_for
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Kept

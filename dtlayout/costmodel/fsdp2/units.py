@@ -25,8 +25,8 @@ from typing import NamedTuple
 from dtlayout.costmodel.fsdp2.blocks import WeightGradients
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
-from dtlayout.models.description import Weight
 from dtlayout.models.families import describe
+from dtlayout.models.operations import Weight
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import BYTES

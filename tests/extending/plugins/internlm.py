@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from dtlayout import Family, ModelShape, register_family
-from dtlayout.models.description import Description, Linear, describe_llama
+from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.operations import Linear
 
 
 def describe(model: ModelShape) -> Description:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from dtlayout import Family, ModelShape, register_family
-from dtlayout.models.description import Description, Linear, Norm, describe_llama
+from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.operations import Linear, Norm
 
 FROZEN = ("post_attention_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
 """Modules of each block that stay as they are, and so does the embedding."""
