@@ -11,10 +11,11 @@ GIB = 2**30
 
 
 def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[str]:
-    """A line for each row; each column is as wide as its widest cell, with two blanks between columns.
+    """A line for each row; each column is as wide as its widest cell, with two blanks between columns. There must be a
+    row.
 
-    `columns` has a side and a least width for each of the first columns, such as "<8". All other columns stand on the
-    right, except the very first.
+    `columns` has for each of the first columns a side, with or without a least width: "<8" or "<". Of the other columns
+    the very first is aligned left, and all others right.
 
     >>> align([["layout", "step, s"], ["tp2", "1.5"]], ["<8"])
     ['layout    step, s', 'tp2           1.5']
@@ -122,7 +123,9 @@ def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
 
 
 def find_version(package: str, otherwise: str = "a checkout") -> str:
-    """Version of an installed package; `otherwise` where it is not installed, such as a checkout on the path.
+    """Version of an installed package.
+
+    A package that is not installed, such as a checkout on the path, has `otherwise`.
 
     >>> find_version("none-of-this-name", otherwise="not installed")
     'not installed'

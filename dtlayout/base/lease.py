@@ -298,9 +298,10 @@ def _look(path: Path) -> tuple[int, int]:
 
 
 def _wait_for_silence(path: Path, owner: Owner | None, here: Owner) -> tuple[int, int]:
-    """Wait until no heartbeat has come for long enough, and return the last look; InvalidConfig as soon as one comes.
+    """Wait until the lease has shown no heartbeat for `EXPIRES_S`, or for `LOOKED_S` if `here` is a later start of the
+    same run; at least `LOOKED_S` here.
 
-    FileNotFoundError if the file goes.
+    The answer is that of `_look`. InvalidConfig as soon as the file changes, FileNotFoundError if it goes.
     """
     expires_s = LOOKED_S if owner and owner.is_before(here) else EXPIRES_S
     found = _look(path)

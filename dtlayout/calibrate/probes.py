@@ -27,7 +27,7 @@ from dtlayout.training.step import TrainStep
 
 _ROUNDS, _WARM_UP_STEPS, _STEPS = 3, 1, 3
 _WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512, 256, 1), (160, 512, 128, 1))
-"""Width, vocabulary, length and micro-batch of models on which a CPU computes so long that its host matters less."""
+"""Width, vocabulary, length and micro-batch of models whose computing takes so long that Python's time matters less."""
 
 
 def measure_probes(device_type: str) -> Iterator[ProbeTime]:
@@ -86,9 +86,11 @@ def _make_model(num_layers: int, hidden_size: int = 64, vocab_size: int = 256) -
 def _time_steps(
     model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, device_type: str
 ) -> list[float]:
-    """Seconds of each step; all ranks end a step together, since it sums numbers over all of them.
+    """Seconds of each of `_STEPS` steps after the warm-up, as rank 0 measured them; all ranks get the same list. A step
+    sums numbers over all ranks, so they end it together.
 
-    Time that the host of a virtual machine gave to others is not counted: the share may differ in the next minute.
+    Time that a virtual machine's host gave to other machines is subtracted: its mean share over these steps, since that
+    share changes from minute to minute.
     """
     assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
     optimizer = build_optimizer(assembly.modules, model, AdamW())

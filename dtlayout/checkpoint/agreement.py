@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 def agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
-    """Run `work` on each rank that has some; the first rank gets all results, the others an empty list.
+    """Run `work` on each rank.
 
-    CheckpointError on all ranks if it fails on one.
+    The first rank gets a list of one result for each rank, in their order, None where `work` is None. The others get an
+    empty list. CheckpointError on every rank, with `path` in its text, if `work` fails on one.
     """
     done: tuple[T | None, str] = None, ""
     try:
@@ -50,7 +51,10 @@ def tell(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 class RepeatedPlanner(DefaultSavePlanner):
-    """Plans which rank writes which shard: the first rank does so once, from what every rank holds, and keeps it."""
+    """Plans which rank writes which shard.
+
+    The first rank does so once, from what every rank holds; each rank keeps its own part.
+    """
 
     plan: SavePlan
     """Shards that this rank writes."""
@@ -64,7 +68,11 @@ class RepeatedPlanner(DefaultSavePlanner):
     def plan_writes(
         self, tensors: Mapping[str, Tensor], writer: dcp.FileSystemWriter, path: Path, group: dist.ProcessGroup | None
     ) -> None:
-        """Plan how `writer` writes tensors to `path`, unless that is known; CheckpointError on every rank if not."""
+        """Take these tensors as those that `writer` writes.
+
+        The first call also plans which rank writes which shard; later calls keep that plan. If planning fails on one
+        rank, CheckpointError on every rank, with `path` in its text.
+        """
         is_first = dist.get_rank(group) == 0
         self.set_up_planner(dict(tensors), is_coordinator=is_first)
         if self._is_agreed:

@@ -36,7 +36,7 @@ def name_partial(folder: Path, step: int, writer: str) -> Path:
 
 
 def check_own(folder: Path) -> None:
-    """CheckpointError if a run's folder of checkpoints is none of its own: a link that leads out of the run folder.
+    """CheckpointError if the folder of checkpoints is a link that leads out of the run folder, its parent.
 
     What lies there may be another run's, whose checkpoints would be removed as old ones of this run.
     """
@@ -99,7 +99,11 @@ def clean(folder: Path, look: Callable[[], None]) -> None:
 
 
 def set_aside(newest: Path, look: Callable[[], None], mark: str = "damaged") -> list[Path]:
-    """Rename checkpoints newer than the one that is gone on from to `mark`-step-…; they stay, and count as none."""
+    """Rename the checkpoints newer than `newest` to `mark`-step-…, and return their new paths.
+
+    The run goes on from `newest`, so the link `latest` then leads there. Renamed checkpoints stay, but no search finds
+    them. A folder that already has such a name is removed.
+    """
     check_own(newest.parent)
     aside = []
     for path in list_checkpoints(newest.parent):

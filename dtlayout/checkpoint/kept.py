@@ -132,7 +132,11 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 @contextmanager
 def made_whole(folder: Path) -> Iterator[Path]:
-    """A folder beside it that takes its place when all is written."""
+    """An empty folder beside `folder`, to write into.
+
+    After the block it replaces `folder`, and what was there is removed. If the block raises, the new folder is removed
+    and `folder` stays.
+    """
     partial = _name_beside(folder, "partial")
     _make_empty(partial)
     try:

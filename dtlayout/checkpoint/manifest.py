@@ -23,14 +23,15 @@ PREFIX = "step-"
 CHECKPOINTS = "checkpoints"
 """The folder of a run in which they are."""
 FORMAT = 2
-"""In state.json of checkpoints that have a manifest; those before had none, and can only be taken as they are."""
+"""Number of the format in state.json, since checkpoints have a manifest. Older ones have none and cannot be checked."""
 Files = dict[str, dict[str, Any]]
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints, oldest first, none where there is no such folder; OSError if it cannot be read.
 
-    Their names are enough: a folder has such a name when it is whole, and one that lacks a file since is damaged.
+    Only names are read: a folder gets such a name once it is whole, and `find_damage` tells whether it lost a file
+    later.
     """
     try:
         names = os.listdir(folder)
@@ -124,7 +125,9 @@ def _find_misfit(files: Any) -> str:
 def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:
     """Problems of a checkpoint's files, one line each; empty if none is found.
 
-    Every `every`-th file is read, from `first` on. A checkpoint without a manifest has no known problem.
+    Of the files that the manifest lists those with numbers `first`, `first + every`, … are read; every call checks the
+    manifest itself. A checkpoint of a version that wrote no manifests has no known problem. One that has lost its
+    manifest has one.
     """
     try:
         manifest = read_manifest(checkpoint)

@@ -14,9 +14,10 @@ def fill_state(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer,
     num_steps: int = 0,
 ) -> None:  # fmt: skip
-    """Give trained parameters that have no state one of zeros, after `num_steps`; a first update is the same from it.
+    """Make optimizer state for each trained parameter that has none: zeros, and the count `num_steps` where the
+    optimizer counts steps.
 
-    `modules` are the model's stages whose parameters the optimizer has.
+    With `num_steps` 0 the next update is the same as without that state.
     """
     for name, parameter in (named for module in modules for named in module.named_parameters()):
         weight = find_weight(model, name)

@@ -211,10 +211,12 @@ def _write_state(
 def find_intact(
     folder: Path, say: Callable[[str], None], *, falls_back: bool, group: dist.ProcessGroup | None = None
 ) -> Path | None:
-    """The newest checkpoint of which no file has changed since, asked by all ranks, who share the reading.
+    """The newest checkpoint of which no file has changed since it was saved; None if there is none. All ranks call it
+    together and share the reading.
 
-    Damaged ones are said and set aside as `damaged-step-…`, if `falls_back`. CheckpointError if not, or if all are
-    damaged: a run never starts anew without being told to. None if there is none.
+    With `falls_back` each damaged checkpoint is reported and the next older one is tried; the caller sets the damaged
+    ones aside. CheckpointError if the newest is damaged without `falls_back`, or if all are: a run never starts anew
+    without being told to.
     """
     listed: list[Any] = [[], ""]
     try:

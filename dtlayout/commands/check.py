@@ -31,7 +31,7 @@ _OPEN_KERNELS = "those that are auto depend on the run's GPU: name it with --gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: the config, the machines and the plan."""
+    """Add the config and the machines, and the flags `--data` and `--plan`."""
     add_config(parser)
     add_world(parser)
     add_gpu(parser)
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the run that the config would make, or refuse the config."""
+    """Print the run that the config would make, as text or JSON. A config that cannot run is a DtlayoutError."""
     config = load_plan(options.config, options.overrides)
     if options.gpu:
         config = _put_on(config, choose_gpu(config, options.gpu))

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print all sides beside each other."""
+    """Print the first config and each other config or choice beside each other, as text or JSON."""
     first = _read(str(options.config), options, ())
     sides = [(options.config.stem, first)]
     for text in options.others:

@@ -95,7 +95,10 @@ def list_times(document: JsonDocument, *, compares: bool) -> Table:
 
 
 def _list_messages(traffic: Sequence[JsonDocument]) -> Iterator[list[str]]:
-    """Messages by kind and size, and in the end their sum for each axis."""
+    """Rows of a table: one for each message, the most bytes a step first.
+
+    The last rows sum the megabytes of each axis, messages that cross nodes apart from those that do not.
+    """
     yield ["message", "axis", "bytes", "a step", "MB a step", "crosses nodes"]
     sums: Counter[tuple[str, bool]] = Counter()
     for message in sorted(traffic, key=lambda each: -each["nbytes"] * each["count"]):
@@ -117,7 +120,10 @@ def _list_flops(flops: Mapping[str, int]) -> Table:
 
 
 def _compare(title: str, other: str, rows: Mapping[str, tuple[float, float]], size: float) -> Table:
-    """A table of the dry run beside other numbers, in units of `size`; the last column marks large differences."""
+    """A table of `rows`: name → the dry run's number and another one, both divided by `size`.
+
+    Differences are in percent of the dry run's; '<' marks those above `MARK_ABOVE`.
+    """
     table = [[title, "dry run", other, "difference", ""]]
     for name, (dry, value) in rows.items():
         difference = value / dry - 1 if dry else float(value > 0)

@@ -61,7 +61,7 @@ def _name_marks(document: JsonDocument, row: JsonDocument) -> str:
 
 
 def _describe_marks(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
-    """Days and cost of each cluster that has a mark, a sentence each."""
+    """A sentence on each cluster that has a mark: its GPUs, its days, and its cost in money or GPU-hours."""
     name, costs = _read_costs(document, rows)
     return " ".join(
         f"{marks.capitalize()}: {plural(row['num_gpus'], 'GPU', ',')}, {row['cost']['days']:,.1f} days, "

@@ -238,7 +238,7 @@ def _describe_cost(cost: JsonDocument) -> str:
 
 
 def describe_scale(document: JsonDocument) -> Iterator[str]:
-    """The lines of the document that compares clusters, one for each below the scenario."""
+    """The scenario's lines, and a table with one row for each cluster."""
     rows, batch = document["scale"], Batch(**document["scenario"]["batch"])
     cells = [["GPUs", "layout", "MFU", "tokens/s/GPU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
     for row in rows:

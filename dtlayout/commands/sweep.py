@@ -109,7 +109,9 @@ class _Board:
         return f"[{done}/{len(self.trials)}]"
 
     def _describe_rest(self) -> str:
-        """Minutes that the remaining trials take, at the pace of those that were run; empty if that is not known."""
+        """How long the remaining trials take, in words, at the mean pace of those that ran; empty if none ran or none
+        is left.
+        """
         keys = {trial.key for trial in self.trials}
         paces = [result.seconds for key, result in self.results.items() if result.seconds and key in keys]
         left = sum(t.key not in self.results and t.config is not None for t in self.trials)

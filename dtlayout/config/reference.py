@@ -107,7 +107,11 @@ def _find_rule(f: "Field[Any]", hint: Any) -> str:
 
 
 def _explain(of: type, name: str) -> str:
-    """The meaning of a field. `Class.field` of the same module at its start stands for the meaning of that field."""
+    """The meaning of a field: the string below it, or empty if it has none.
+
+    A string that starts with `Class.field`, of the same module and with the same field name, starts with the meaning
+    there instead.
+    """
     owner = next((each for each in of.__mro__ if name in _read_sentences(each)), None)
     if owner is None:
         return ""

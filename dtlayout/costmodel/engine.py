@@ -247,7 +247,8 @@ class Engine:
         return bool(self.fitted) or self.gpu in self.shared_by
 
     def told_formats(self, named: Mapping[str, str]) -> tuple["Engine", Precision]:
-        """This engine when it is told some formats, by key of `Precision`; and the precision that it then has.
+        """This engine with the formats in `named` (key of `Precision` → format), and its precision. A format that is
+        not named is the engine's usual one. `reduce` alone changes the engine, in the bytes of its gradients.
 
         InvalidConfig for a format that is unknown, or that the engine does not have.
         """

@@ -85,7 +85,10 @@ def check_recompute(engine: Engine, recompute: str) -> list[Refusal]:
 
 
 def check_data_parallel(engine: Engine, dp_replicate: int, dp_shard: int) -> list[Refusal]:
-    """The engine has copies of the state, or of its shards, where a layout has them."""
+    """The layout's kind of data parallelism is one that the engine has.
+
+    The kind is "sharded" without replicas, "hybrid" with replicas of shards, and "replicated" with replicas alone.
+    """
     known = engine.features.data_parallel
     kind = "sharded" if dp_replicate == 1 else "hybrid" if dp_shard > 1 else "replicated"
     if kind in known:

@@ -242,11 +242,12 @@ class Estimator:
         delay_s: float,
         peak_bytes: float,
     ) -> TimeEstimate:
-        """The step of the busiest rank, of those whose `update_s` is given; `work` is that of all stages.
+        """The step of the busiest rank: the one whose time without bubble is longest. `updates` has the ranks to look
+        at, with the data-parallel and optimizer seconds of each that nothing hides; `work` has all stages.
 
-        The bubble is what is left of the time until the last of them ends. Which one that is tells little: they end
-        within a message of each other, and one that has a block less waits that much longer. Where ranks share cores
-        all of a rank's own work is longer by what the others took meanwhile.
+        The bubble is the rest of the time until the last of these ranks ends, whichever that is. Which rank ends last
+        tells little: they end within a message of each other, and one that has a block less waits that much longer.
+        Where ranks share cores, all of a rank's own work is longer by what the others took meanwhile.
         """
         pipeline = self.play(layout, m, work, delay_s)
         fixed_s = self.fixed_s(m, peak_bytes)

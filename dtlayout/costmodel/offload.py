@@ -93,7 +93,10 @@ def copied_s(
     stages: Sequence[StageSlice],
     num_parameters: Sequence[tuple[float, Apart]],
 ) -> float:
-    """Seconds of a step in which some rank's link copies, in one direction or the other, whatever hides it."""
+    """Seconds of copies in a step, of the rank whose link to its host copies longest.
+
+    Both directions are added up, and copies that something hides count too. `num_parameters` is that of `host_bytes`.
+    """
     m, longest_s = max(1, layout.num_microbatches(scenario.batch)), 0.0
     for rank, (n, apart) in enumerate(num_parameters):
         seconds = 0.0

@@ -41,7 +41,7 @@ class Scenario:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the host computes itself, so that nothing is behind which its own time could hide."""
+        """Whether the device is the host's CPU, so that the host's own time is not hidden behind a GPU."""
         return self.cluster.gpu.device_type == "cpu"
 
     @property
@@ -141,7 +141,11 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
 
 
 def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
-    """A line for each unknown number of the GPU's host without which offload cannot be predicted."""
+    """A line for each missing bandwidth, of the host link or of the host's memory, that predicting this layout's
+    offload needs.
+
+    Empty without offload.
+    """
     if layout.offload == "none" or scenario.is_on_host:
         return []
     gpu = scenario.cluster.gpu

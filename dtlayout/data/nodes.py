@@ -83,7 +83,10 @@ def _read_info(folder: Path) -> str:
 
 
 def _hear(data: DataConfig, store: "dist.Store", key: str) -> dict[str, str]:
-    """An answer from the store, once it is there; DataError if it is an error, or if none comes in time."""
+    """The answer under `key` of the store, waited for up to `PATIENCE`.
+
+    DataError if the answer holds an error, or if none comes in time.
+    """
     import torch.distributed as dist
 
     try:

@@ -54,9 +54,10 @@ of random layouts (benchmarks/peaks.md), one too high and one too low, are close
 
 
 def fullest_ranks(layout: Layout, estimate: Estimate) -> list[int]:
-    """First ranks of a few stages, of which one has the highest peak: uneven shards are largest on the first rank.
+    """Global numbers of the ranks to run: the first rank of each pipeline rank that may have the highest peak.
 
-    The stages are the one that is predicted to hold most, and the first and the last stage where they may hold more.
+    These are the pipeline rank with the highest predicted peak, and the first and the last one if they are predicted at
+    `_MAY_BE_FULLEST` of that or more. Where shards are uneven, those of the first rank are largest.
     """
     per_stage = layout.world_size // layout.pp
     ends = {rank for rank in (0, layout.pp - 1) if estimate.memory[rank].total >= _MAY_BE_FULLEST * estimate.peak_bytes}

@@ -159,7 +159,11 @@ def _list_kinds(actions: Sequence[Action], layout: Layout, stages: Sequence[Hash
 def _leave_out(
     parts: list[tuple[int, int]], is_enough: Callable[[Iterable[tuple[int, int]]], bool]
 ) -> list[tuple[int, int]]:  # fmt: skip
-    """The parts that remain when as many as possible are removed, many neighbours at first (delta debugging)."""
+    """Few parts, in order, that are still enough: neighbours are dropped where `is_enough` holds for the rest, half of
+    all parts at first, single ones last (delta debugging).
+
+    A part is a stage and a microbatch. It is not always the smallest set.
+    """
     size = len(parts) // 2
     while size:
         place = 0

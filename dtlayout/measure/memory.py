@@ -241,7 +241,10 @@ class StorageTracker(TorchDispatchMode):
     # Blocks
 
     def _take_stock(self) -> None:
-        """Count the storages that are older than the block: parameters, buffers, optimizer states, gradients."""
+        """Register the storages that are alive when the measured code begins, and start both ledgers.
+
+        Parameters, buffers, optimizer states and gradients get their categories.
+        """
         for ref, _ in list(self._alive.values()):
             if (storage := ref()) is not None:
                 self._measure_storage(storage)

@@ -3,9 +3,9 @@
 A description of a model with experts is of a block with them; its first blocks may have none (`ModelShape.kinds`).
 
 All that depends on a model's structure is derived from it, and from nothing else. From its weights come parameters and
-FLOPs (`models.counting`), tensor-parallel styles, FSDP units (`plans`) and initial values (`plans.init`). Memory and time
-come from the tape of a block, of which each operation writes a part (`models.operations`, `models.tape`). The modules
-themselves are `models.llama`; tests hold one against the other.
+FLOPs (`models.counting`), tensor-parallel styles, FSDP units (`plans`) and initial values (`plans.init`). Memory and
+time come from the tape of a block, of which each operation writes a part (`models.operations`, `models.tape`). The
+modules themselves are `models.llama`; tests hold one against the other.
 """
 
 from dataclasses import dataclass

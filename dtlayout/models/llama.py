@@ -57,10 +57,11 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
         num_targets: Tensor | float = 1.0,
     ) -> Tensor:
-        """`targets` [B, S]: the loss is the sum over the valid ones divided by `num_targets`, the whole step's.
+        """The loss is the sum of -log p over the valid `targets` [B, S], divided by `num_targets`, which is their
+        number in the whole step.
 
-        With `documents` a token sees no other document than its own. Targets are what they were: the last token of a
-        document predicts the first of the next.
+        With `documents` a token sees no other document than its own. `documents` do not change the targets: the last
+        token of a document predicts the first of the next.
         """
         h_BSD = self.model(x, documents)
         return h_BSD if self.lm_head is None else self.lm_head(h_BSD, targets, num_targets)

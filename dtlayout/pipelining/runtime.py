@@ -53,9 +53,9 @@ def build_runtime(
 ) -> "Runtime":
     """The runtime of this rank; DtlayoutError if the numbers of modules or hooks don't match the schedule.
 
-    `modules` are those of `schedule.placement.stages_of(rank)`, in that order. Where the schedule splits backwards,
-    their linear layers are changed in place (split_backward.py). `sync` has the result of `apply_plan` for each module.
-    It is empty where only autograd deals with gradients.
+    `modules` are those of `schedule.placement.stages_of(rank)`, in that order. Where the schedule splits backward
+    passes, their linear layers are changed in place (split_backward.py). `sync` has the result of `apply_plan` for each
+    module. It is empty where only autograd deals with gradients.
     """
     rank = mesh[PP].get_local_rank()
     stages = schedule.placement.stages_of(rank)

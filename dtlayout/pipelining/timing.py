@@ -274,7 +274,11 @@ def count_in_flight(
     schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1,
     until: tuple[Kind, ...] = RELEASE, with_gradients: bool = False,
 ) -> tuple[Moment, ...]:  # fmt: skip
-    """`in_flight_peaks` by playing a rank's actions, each of which stands for `each` microbatches."""
+    """The answer of `in_flight_peaks`, counted by playing the actions of `rank`.
+
+    An action stands for `each` microbatches, so the step has `m` times `each`. `until` and `with_gradients` are as
+    there.
+    """
     counts, grows = [0] * placement.virtual_stages, False
     num_done = [0] * placement.virtual_stages
     moments: set[tuple[int, ...]] = set()

@@ -132,7 +132,10 @@ class BlockClasses:
                     yield BlockClass(layouts, tuple(mappings))
 
     def with_recompute(self, block_class: BlockClass) -> list[tuple[BlockClass, list[BoundMapping]]]:
-        """The block class with each recomputation, and its mappings with their first bounds."""
+        """The block class once for each recomputation that has legal kernels.
+
+        With each come its mappings, and a first lower bound of each mapping's step, the least tight one.
+        """
         found, (block_s, head_s) = [], self._least_s(block_class)
         for recompute in self.space.recompute:
             layouts = tuple([replace(each, recompute=recompute) for each in block_class.layouts])

@@ -86,9 +86,9 @@ def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_rank
 
 
 def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | None:
-    """The estimate as a run's record holds it; None if there is no estimate.
+    """The estimate as a run's record holds it, with the expected ranges; None if there is no estimate.
 
-    On a CPU the MFU is None, and on a CPU that is not calibrated the time is None too.
+    On a CPU the MFU is None. On a CPU that is not calibrated, all that is made of seconds is None too.
     """
     if estimate is None:
         return None

@@ -59,7 +59,11 @@ def write(job: Job) -> Arguments:
 
 
 def _model(job: Job) -> dict[str, Any]:
-    """`model`: its sizes as transformers' config of its family takes them, and its SDPA kernel."""
+    """The recipe's table `model`: the family's transformers config with the model's sizes, and the number format of the
+    weights.
+
+    `sdpa_method` is there only for attention kernels that AutoModel can name.
+    """
     config = to_hf(job.model, job.scenario.precision.params, job.scenario.batch.seq_len)
     (architecture,) = config.pop("architectures")
     for name in ("model_type", "torch_dtype", NAME_KEY):

@@ -27,9 +27,9 @@ class Bar(NamedTuple):
 
 
 def draw_bars(bars: Sequence[Bar], parts: Sequence[str] = (), mark: str = "", whole: float = 0.0) -> str:
-    """Bars below each other on one scale; `parts` and `mark` say in a legend what colours and marks are.
+    """HTML of bars below each other on one scale, which ends at the longest bar, the farthest mark or `whole`.
 
-    The longest fills its line, unless a `whole` is longer.
+    A legend says what colours (`parts`) and marks (`mark`) mean.
     """
     longest = max(whole, *(max(sum(bar.parts), bar.mark or 0.0) for bar in bars)) or 1.0
     lines = []
@@ -108,7 +108,10 @@ _LEAST_APART = 0.12
 
 
 def draw_ratios(ratios: Sequence[Ratio]) -> str:
-    """Dots at the median on a log scale with bars over the spread, beside a line at equal speed."""
+    """HTML of a line for each ratio, all on one log scale.
+
+    A dot stands at `middle`, a bar goes from `low` to `high`, and a mark stands at ×1, equal speed.
+    """
     low = min(0.8, *(ratio.low for ratio in ratios)) / 1.06
     high = max(1.25, *(ratio.high for ratio in ratios)) * 1.06
 

@@ -69,7 +69,11 @@ class Finding:
         return num_changed >= FEWEST_PAIRS and self.p_fit is not None and self.p_fit <= MOST_CHANCE
 
     def describe(self) -> str:
-        """A sentence with numbers, without a full stop; "not supported" where the rows do not carry the finding."""
+        """Clauses on speed and on fit, without a full stop.
+
+        Fit is left out where the rows do not support it. Unsupported speed is named with the reason: 'not supported:
+        …'.
+        """
         if not self.speaks_of_fit:
             return self._describe_speed()
         q = self.question

@@ -81,7 +81,11 @@ def _find_document(path: Path) -> Path | None:
 
 
 def _read_sweep(journal: Path, given: Path) -> list[tuple[Run | None, str]]:
-    """Runs of the trials, the longest of each setting, each with the reason if it does not say how it ended."""
+    """Each trial's run, None if the trial was not possible, and its outcome with the cause.
+
+    Of the trials that were tried, the longest of each setting stays, and one that ended well is preferred. Untried ones
+    follow.
+    """
     found = read_results(journal).values()
     tried = keep_longest([result for result in found if result.outcome not in UNTRIED])
     rest = [result for result in found if result.outcome in UNTRIED]

@@ -139,7 +139,11 @@ def finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[f
 
 
 def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
-    """Ends after one more wave; `ends` has the end of each rank's last forward, then of each rank's last action."""
+    """Ends after one more wave, in seconds.
+
+    `ends` has two numbers for each rank: first the ends of all ranks' last forwards, and after these the ends of all
+    ranks' last actions.
+    """
     p = len(ends) // 2
     sent, own = ends[:p], ends[p:]
     forward_ends = []

@@ -86,7 +86,10 @@ def read_word(word: str) -> dict[str, Any]:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text has the form in which layouts are printed, so that it names a layout and not some choices.
+    """Whether a text is a whole layout name, not some choices.
+
+    A whole name has the axes (or `1 rank`), mb and zero in the printed order, and the schedule if it has pp. Words of
+    kernels may follow; they are not checked here.
 
     >>> is_whole("tp4+sp mb2 zero3 loss linear"), is_whole("tp=4,mb=2,zero=3"), is_whole("tp4+sp mb2")
     (True, False, False)
@@ -98,7 +101,10 @@ def is_whole(text: str) -> bool:
 
 
 def complete_name(text: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a text sets: of a whole name all, of choices only those that they name, which are `fields`."""
+    """All fields that a text sets; `fields` are those that its words name.
+
+    A whole name sets everything else to off, or to its default. Of choices, `fields` is the answer.
+    """
     if not is_whole(text):
         return fields
     off: dict[str, Any] = dict.fromkeys([*_AXES.values(), "ep", "virtual_stages"], 1)

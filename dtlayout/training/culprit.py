@@ -2,11 +2,11 @@
 
 [Note: who is at fault]
 A rank that waits for others stands as still as the rank that they wait for. So states are blamed in this order: a
-process that is gone, a rank that failed by itself, a node of which nothing is heard, a process that is stopped, and a
-rank that lost a connection, or rather the link at its end (`links`). If there is none of these, a rank that stands
-still by itself is blamed before one that only waits for others. Among several it is the rank that stood still first,
-since all others went on until they needed it. A node that hears of no other node blames a rank of its own only for what
-it sees of that rank.
+process that is gone, a rank that failed by itself, a rank that refused to go on, a node of which nothing is heard, a
+process that is stopped, and a rank that lost a connection, or rather the link at its end (`links`). If there is none of
+these, a rank that stands still by itself is blamed before one that only waits for others. Among several it is the rank
+that stood still first, since all others went on until they needed it. A node that hears of no other node blames a rank
+of its own only for what it sees of that rank.
 On a GPU this tells about hosts, which launch ahead of their devices. If all ranks wait for a step's numbers, they stand
 still alike, and only NCCL's flight records tell more.
 """
@@ -35,7 +35,7 @@ class Culprit(NamedTuple):
 
 
 def find_culprit(nodes: Sequence[Node]) -> Culprit:
-    """The rank that is at fault among those of these nodes: [Note: who is at fault]."""
+    """The rank at fault among all ranks of these nodes, by [Note: who is at fault]; rank -1 if they have none."""
     all_ranks = [
         (node, replace(record, state="silent") if node.is_silent else record)
         for node in nodes for record in node.records

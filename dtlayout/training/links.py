@@ -30,7 +30,7 @@ class Node:
     addresses: Sequence[str] = ()
     """Addresses of its network interfaces, without those that every host has."""
     is_silent: bool = False
-    """Whether the node said this earlier, and says nothing now."""
+    """Whether the node says nothing now; its other fields are what it said earlier."""
 
 
 def find_peer(message: str) -> str:
@@ -73,9 +73,9 @@ def describe_cut_links(nodes: Sequence[Node]) -> str:
 
 
 def describe_isolation(nodes: Sequence[Node]) -> str:
-    """A part of a sentence: one node hears nothing from two or more others. Empty in any other case.
+    """A part of a sentence, if all nodes but one are silent and there are at least three: the one has lost its links.
 
-    With a single other node nobody can tell which of the two has lost its link.
+    Empty otherwise.
     """
     heard = [i for i, node in enumerate(nodes) if not node.is_silent]
     if len(heard) != 1 or len(nodes) < 3:

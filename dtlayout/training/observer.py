@@ -62,7 +62,8 @@ class Observer:
     """Watches a run. Each method does nothing here; a subclass overrides the moments that it needs.
 
     All ranks call all methods in the same order, so a collective is allowed in each but `before_action` and `pauses`.
-    An exception ends the run.
+    Gradients are there in `before_action(None)` alone, after the last backward: the launch goes on with the update and
+    frees them. An exception ends the run.
     """
 
     def around_launch(self, number: int) -> AbstractContextManager[object]:

@@ -80,7 +80,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """The learning rate of each step of a run, which goes on as it began: a checkpoint keeps these numbers.
+    """The learning rate of each step of a run. A checkpoint keeps these numbers, so that a resumed run falls over as
+    many steps as it began with, unless its settings name another number.
 
     Linear warm-up to `lr`, then half a cosine down to `min_lr_ratio · lr` at the last of `decay_steps`, where it stays.
     """
@@ -92,9 +93,10 @@ class LearningRate:
 
     @classmethod
     def of(cls, settings: Optimizer, num_steps: int, saved: Mapping[str, Any]) -> Self:
-        """The learning rate of a run of `num_steps`; `saved` holds a checkpoint's, and is empty at the first start.
+        """The learning rate of a run of `num_steps`.
 
-        Numbers that the settings name count. Where they name no length, the saved one does.
+        `lr`, `min_lr_ratio` and `warmup_steps` come from the settings, and so does `decay_steps`, unless it is 0 there.
+        Then it comes from `saved`, or is `num_steps` if `saved` has none.
         """
         return cls(
             lr=settings.lr,

@@ -258,7 +258,10 @@ def _is_about_another(error: BaseException | None) -> bool:
 
 
 def _within(limit_s: float, ask: Callable[[], _T]) -> _T | None:
-    """The result of `ask`; None if it fails or takes longer, as it does when the store's host is gone."""
+    """The result of `ask`, or None if it raises RuntimeError or OSError, or takes longer than `limit_s`.
+
+    Then it goes on in its thread: a store whose host is gone may never answer.
+    """
     answers: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
 
     def work() -> None:

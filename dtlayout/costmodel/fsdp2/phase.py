@@ -59,7 +59,7 @@ def add(a: Bytes, b: Bytes) -> Bytes:
 
 
 def changes(*steps: tuple[MemoryKind, float]) -> Phase:
-    """Bytes that come (positive) and go (negative), one after the other."""
+    """A phase of single changes, one after the other: bytes that come (positive) or go (negative)."""
     held, total, most = list(NOTHING), 0.0, 0.0
     fullest = NOTHING
     for part, size in steps:
