@@ -60,10 +60,10 @@ class Config:
 
     def request_kernels(self, device: Device, layout: Layout) -> KernelRequest:
         """Everything that this run asks of kernels on a device, with a layout."""
-        return KernelRequest(
-            device=device, compute=self.precision.compute, head_width=self.model.head_width,
-            deterministic=self.train.deterministic, document_mask=self.data.document_mask, **layout.asked_of_kernels,
-        )  # fmt: skip
+        document_mask, deterministic = self.data.document_mask, self.train.deterministic
+        return KernelRequest.of(
+            device, self.model, self.precision.compute, layout, document_mask=document_mask, deterministic=deterministic
+        )
 
     def choose_kernels(self, device: Device, layout: Layout) -> ResolvedKernels:
         """The kernels of this run on a device, with a layout: each auto is replaced."""

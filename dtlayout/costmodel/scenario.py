@@ -79,10 +79,8 @@ def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> 
 
 def request_kernels(scenario: Scenario, layout: Layout) -> KernelRequest:
     """Everything that a scenario with a layout asks of kernels."""
-    return KernelRequest(
-        device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width,
-        document_mask=scenario.document_mask, **layout.asked_of_kernels,
-    )  # fmt: skip
+    device, compute = scenario.device, scenario.precision.compute
+    return KernelRequest.of(device, scenario.model, compute, layout, document_mask=scenario.document_mask)
 
 
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:

@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, TypeVar
 
+from typing_extensions import Self
+
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.spec.device import Device, DeviceType
+from dtlayout.spec.layout_keys import LayoutKeys
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Format
 
 EVERY_FORMAT: tuple[Format, ...] = ("float64", "float32", "bfloat16")
@@ -55,6 +59,31 @@ class KernelRequest:
     """Whether gradients of weights come apart from those of inputs, `Layout.splits_backward`."""
     offloads_activations: bool = False
     """Whether what blocks keep lies on the host, `Layout.offloads_activations`."""
+
+    @classmethod
+    def of(
+        cls,
+        device: Device,
+        model: ModelShape,
+        compute: Format,
+        layout: LayoutKeys,
+        *,
+        document_mask: bool,
+        deterministic: bool = False,
+    ) -> Self:
+        """Everything that a model in a layout asks of kernels on a device."""
+        return cls(
+            device=device,
+            compute=compute,
+            head_width=model.head_width,
+            tp=layout.tp,
+            recompute=layout.recompute,
+            deterministic=deterministic,
+            document_mask=document_mask,
+            in_parts=layout.attends_in_parts,
+            splits_backward=layout.splits_backward,
+            offloads_activations=layout.offloads_activations,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

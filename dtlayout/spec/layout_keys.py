@@ -189,15 +189,6 @@ class LayoutKeys(Offload):
         """Whether attention is joined from parts, each by a kernel that returns its log-sum-exp."""
         return self.cp > 1 and not self.context_method.splits_heads
 
-    @property
-    def asked_of_kernels(self) -> dict[str, Any]:
-        """Fields of a `KernelRequest` that the layout decides, by their names there."""
-        return {
-            "tp": self.tp, "recompute": self.recompute, "in_parts": self.attends_in_parts,
-            "splits_backward": self.splits_backward,
-            "offloads_activations": self.offloads_activations,
-        }  # fmt: skip
-
     def num_microbatches(self, batch: Batch) -> int:
         """Forwards of one data-parallel rank in a step."""
         return batch.global_batch // (self.dp * self.micro_batch)
