@@ -230,7 +230,7 @@ def time_around(num_steps: int) -> float:
         execute([sys.executable, "-m", "cProfile", "-o", profile, *alone], num_threads=1)
         seconds = {(Path(file).name, name): found[3] for (file, _, name), found in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
         in_steps = seconds["step.py", "launch"] + seconds["step.py", "wait"]
-        return 1 - in_steps / seconds["run.py", "_loop"]
+        return 1 - in_steps / seconds["run.py", "run_steps"]
 
 
 def main() -> None:
