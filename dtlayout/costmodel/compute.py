@@ -4,7 +4,6 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp; E experts,
 docs/theory/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
 """
 
-from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
-from dtlayout.models.tape import BlockTensor, TapeEntry
+from dtlayout.models.tape import BlockTensor
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
@@ -110,9 +109,9 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
     tape = block_tape(scenario.model)
-    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout, tape)]
-    frozen = [entry for entry in tape if not entry.weights]
-    frozen_s = sum(times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout, frozen))
+    sizes = _matmul_sizes(scenario, layout)
+    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k, _ in sizes]
+    frozen_s = sum([frozen / n * each_s for each_s, (*_, n, _, frozen) in zip(matmuls_s, sizes, strict=True) if frozen])
     traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
@@ -142,31 +141,33 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     )
 
 
-def _matmul_sizes(
-    scenario: Scenario, layout: Layout, tape: Iterable[TapeEntry]
-) -> list[tuple[float, float, float, float]]:
-    """Times, rows, outputs and inputs of each matmul of some entries on one rank; fused ones are one.
+def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float, float]]:
+    """Times, rows, outputs, inputs and frozen outputs of each matmul of a block on one rank; fused ones are one.
 
     Matmuls of experts count more often where they are slower than others. Each expert multiplies the rows that it is
     sent: T·k/E of each rank's tokens, as if all experts were sent as many.
     """
-    sizes: list[tuple[float, float, float, float]] = []
+    sizes: list[tuple[float, float, float, float, float]] = []
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in tape:
+    for entry in block_tape(scenario.model):
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
             outputs, inputs = _own_part(made, layout), _own_part(read, layout)
-            if entry.fuses and fuses and sizes:
-                sizes[-1] = (1, tokens, sizes[-1][2] + outputs, inputs)
+            frozen = 0.0 if entry.weights else outputs
+            if entry.fuses and fuses:
+                *_, before, _, frozen_before = sizes[-1]
+                sizes[-1] = (1, tokens, before + outputs, inputs, frozen_before + frozen)
             elif read.spread == made.spread:  # each rank multiplies what it has of the stream
-                sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs))
+                sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs, frozen))
             else:
-                sizes.append((1, tokens, outputs, inputs))
+                sizes.append((1, tokens, outputs, inputs, frozen))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token
-            sizes += [(times, rows, made.width / k, entry.reads[0].width / k) for made in entry.makes]
+            for made in entry.makes:
+                outputs = made.width / k
+                sizes.append((times, rows, outputs, entry.reads[0].width / k, 0.0 if entry.weights else outputs))
     return sizes
 
 

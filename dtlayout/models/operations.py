@@ -105,15 +105,13 @@ class Norm(_Operation):
         weights = _name_trained(self.weights)
         if not options.separate_norms:
             return (TapeEntry("norm", (read,), (made,), (kept, rows), weights),)
-        product = tensor(
-            f"{self.module}.product", self.width, format="exact" if options.keeps_exact_product else "compute"
-        )
+        product = exact if options.keeps_exact_product else read
+        product = product._replace(name=f"{self.module}.product")
+        saved = (product, rows) if self.trains or options.trains_all else (rows,)
         return (
             # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
             TapeEntry("norm", (read,), (exact,), (exact if options.casts_norms else kept,), weights, (exact,) * 4),
-            TapeEntry(
-                "scale", (exact,), (made,), (*[product] * self.trains, rows), (), (exact,) * (2 + options.casts_norms)
-            ),
+            TapeEntry("scale", (exact,), (made,), saved, (), (exact,) * (2 + options.casts_norms)),
         )
 
 
@@ -164,7 +162,7 @@ class Linear(_Operation):
         elif self.style == "rowwise" and options.is_split:
             summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
             closing = (TapeEntry("sum", (made,), (summed,)),)
-        casts, saves = self.style != "replicated", self.saves_input and self.trains
+        casts, saves = self.style != "replicated", self.saves_input and (self.trains or options.trains_all)
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             _name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
@@ -238,19 +236,18 @@ class RoutedExperts(_Operation):
         active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
         *opening, closing = (_name_trained([weight]) for weight in self.weights)
         matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
+        saves = self.trains or options.trains_all
         return (
             TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
             matmul(
                 (copies,),
                 opened,
-                (copies._replace(format="cast"),) * self.trains,
+                (copies._replace(format="cast"),) * saves,
                 sum(opening, ()),
                 (copies,) * self.num_opening,
             ),
             *_record_activation(opened, active, options),
-            matmul(
-                (active,), (results,), (active,) * self.trains, closing
-            ),  # keeps what the activation gave it as that is
+            matmul((active,), (results,), (active,) * saves, closing),  # keeps what the activation gave it as that is
             TapeEntry("combine", (results,), (summed,)),
         )
 

@@ -72,6 +72,8 @@ class TapeOptions(NamedTuple):
     """Whether separate operations of a norm keep input · scale in the exact format."""
     num_gated_kept: int = 2
     """Tensors that a gated activation keeps beside its result: gate, up and, if 3, silu(gate)."""
+    trains_all: bool = False
+    """Whether entries save as if all weights were trained: forward holds what it reads, even if backward needs none."""
 
 
 PLAIN = TapeOptions()

@@ -17,7 +17,7 @@ from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, StageLayo
 from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.planner.kernel_choices import KernelChoices, with_one_loss
-from dtlayout.planner.space import Degrees, SortKey, Space
+from dtlayout.planner.space import Degrees, ScheduleChoice, Space
 from dtlayout.schedules.schedules import find_schedule
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -169,9 +169,9 @@ class BlockClasses:
         blocks = [(scenario, self.estimator.blocks[kind](of_block, kernels)) for kind, scenario in kinds.items()]
         return min([sum(recompute_time(scenario, part, kernels, block)) for scenario, block in blocks])  # type: ignore[arg-type]
 
-    def _find_orders(self, pp: int) -> dict[bool, list[SortKey]]:
+    def _find_orders(self, pp: int) -> dict[bool, list[ScheduleChoice]]:
         """Schedules with their virtual stages, by whether they split the backward."""
-        found = defaultdict[bool, list[SortKey]](list)
+        found = defaultdict[bool, list[ScheduleChoice]](list)
         for order in self.space.orders(pp):
             found[pp > 1 and find_schedule(order[0]).splits_backward].append(order)
         return found

@@ -57,7 +57,7 @@ from dtlayout.spec.model_shape import divisors
 from dtlayout.spec.recompute import Recompute
 
 T = TypeVar("T")
-SortKey = tuple[str, int]
+ScheduleChoice = tuple[str, int]
 """Values of schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
@@ -161,10 +161,10 @@ class Space:
     def _choose_degree(self, name: str, num_ranks: int) -> list[int]:
         return self.choose(name, divisors(max(1, num_ranks)) if self.has_axis(name) else (1,))
 
-    def orders(self, pp: int) -> list[SortKey]:
+    def orders(self, pp: int) -> list[ScheduleChoice]:
         """Schedules for `pp` pipeline ranks, each with a number of virtual stages."""
         layers = self.scenario.model.num_layers
-        found: list[SortKey] = [(DEFAULT_SCHEDULE, 1)]
+        found: list[ScheduleChoice] = [(DEFAULT_SCHEDULE, 1)]
         if pp > 1:
             smallest = -(-layers // (pp * MOST_VIRTUAL_STAGES))
             fewest = {-(-layers // (pp * size)) for size in range(smallest, layers // pp + 1)}
@@ -275,7 +275,7 @@ class Space:
         layout = Layout(tp=tp, cp=cp, cp_method=method, sequence_parallel=sequence_parallel, tp_overlap=overlap)
         return self._allows(layout)
 
-    def allows_pipeline(self, pp: int, dp: int, order: SortKey, micro_batch: int) -> bool:
+    def allows_pipeline(self, pp: int, dp: int, order: ScheduleChoice, micro_batch: int) -> bool:
         """Whether stages and microbatches come out even: `_allows`, with tp and cp off."""
         if self.scenario.batch.global_batch % (dp * micro_batch):
             return False  # by far the most frequent reason, found without building a layout

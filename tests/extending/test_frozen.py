@@ -15,14 +15,17 @@ from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.counting import (
     count_active_frozen_parameters,
     count_model_flops_per_token,
     count_parameters,
 )
-from dtlayout.models.families import find_weight
+from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.families import FAMILIES, Family, find_weight
 from dtlayout.models.llama import Llama
+from dtlayout.models.operations import Linear
 from dtlayout.models.presets import find_preset
 from dtlayout.models.weights import list_weights
 from dtlayout.plans.init import initialize
@@ -31,7 +34,9 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Precision
+from dtlayout.spec.recompute import Recompute
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 48, "vocab_size": 260}  # fmt: skip
@@ -72,6 +77,31 @@ def test_a_plan_says_what_is_frozen_and_flops_leave_its_gradients_out(registered
     all_trained = replace(model, family="llama")
     spared = count_model_flops_per_token(all_trained, 16) - count_model_flops_per_token(model, 16)
     assert spared == 2 * numel
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_forward_holds_what_matmuls_read_whether_they_are_trained_or_not(monkeypatch, recompute):
+    def describe(model: ModelShape) -> Description:
+        llama = describe_llama(model)
+        block = [replace(each, trains=False) if isinstance(each, Linear) else each for each in llama.block]
+        return replace(llama, block=tuple(block))
+
+    monkeypatch.setitem(FAMILIES, "frozen-matmuls", Family(name="frozen-matmuls", describe=describe))
+
+    def size(family: str) -> Sizes:
+        scenario = Scenario(
+            model=replace(find_preset("llama-7b"), family=family),
+            batch=Batch(global_batch=16, seq_len=2048),
+            cluster=Cluster(gpu=find_gpu("a100-80g-sxm"), num_gpus=8, gpus_per_node=8),
+            engine=find_engine("dtlayout", "a100-80g-sxm"),
+        )
+        return Sizes(scenario, Layout(dp_shard=8, recompute=recompute), Kernels())
+
+    frozen, trained, recomputed = size("frozen-matmuls"), size("llama"), Recompute.parse(recompute)
+    assert frozen.block < trained.block
+    assert frozen.in_attention == trained.in_attention
+    less = trained.kept(recomputed, 0) - frozen.kept(recomputed, 0)
+    assert frozen.in_last_branch(recomputed, 0) == trained.in_last_branch(recomputed, 0) - less
 
 
 @pytest.mark.parametrize("engine", known_engines())

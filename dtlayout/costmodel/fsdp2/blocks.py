@@ -65,7 +65,8 @@ def head_forward(size: Sizes) -> Phase:
     Whoever calls the head holds what the norm gave until the loss is there, also where the head gathers it first.
     """
     left = size.whole + size.head_weight if size.joins_loss else size.logits
-    dropped = size.norm_output if size.joins_loss else 0.0
+    is_needed = size.description.head.trains and not size.joins_loss  # by the gradient of the head's weight
+    dropped = 0.0 if is_needed else size.norm_output
     held = size.stream if size.shards_sequence else 0.0
     kept = sum(entry.saved for entry in size.end) + size.norm_output
     return changes((_A, kept + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held))
@@ -77,7 +78,8 @@ def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
     if size.joins_loss:
         to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *head]
     else:
-        to_input = [(_A, size.whole), *head, (_L, -size.logits), (_A, -size.norm_output)]
+        read = size.norm_output if size.description.head.trains else 0.0
+        to_input = [(_A, size.whole), *head, (_L, -size.logits), (_A, -read)]
     return changes(*to_input, *walk_backward(size.end, weights.come, has_gradient=()))
 
 

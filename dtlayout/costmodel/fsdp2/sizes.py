@@ -200,6 +200,13 @@ class Sizes:
         return size_block(self.model, self._options, self._measures)
 
     @cached_property
+    def _read_tape(self) -> tuple[SizedEntry, ...]:
+        """`tape` as if all weights were trained: a forward holds what its matmuls read, saved for backward or not."""
+        if all(weight.trains for weight in self.description.block_weights):
+            return self.tape
+        return size_block(self.model, self._options._replace(trains_all=True), self._measures)
+
+    @cached_property
     def end(self) -> tuple[SizedEntry, ...]:
         """Steps of the final norm, and the gather of its result for the head; with bytes of their tensors."""
         return size_end(self.model, self._options, self._measures)
@@ -212,13 +219,13 @@ class Sizes:
     @cached_property
     def in_attention(self) -> float:
         """Held by a block's forward while attention runs: the stream, projections, and what is kept until then."""
-        attention = next(entry for entry in self.tape if entry.kind == "attention")
-        return self.stream + attention.forward_work + hold_until(self.tape, attention)
+        attention = next(entry for entry in self._read_tape if entry.kind == "attention")
+        return self.stream + attention.forward_work + hold_until(self._read_tape, attention)
 
     @cached_property
     def last_branch(self) -> list[SizedEntry]:
-        """The steps of a block after its last norm."""
-        after = takewhile(lambda each: each.kind not in ("norm", "scale"), reversed(self.tape))
+        """The steps of a block after its last norm, with all that their forward reads as saved."""
+        after = takewhile(lambda each: each.kind not in ("norm", "scale"), reversed(self._read_tape))
         return [*after][::-1]
 
     def in_last_branch(self, recompute: Recompute, layer: int) -> float:
