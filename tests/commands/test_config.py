@@ -45,10 +45,12 @@ def test_a_class_without_a_source_has_keys_without_a_sentence(capsys, monkeypatc
 def test_one_section_is_printed_and_is_a_document(capsys):
     assert main(["config", "data"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("## [data]\n\nWhere the tokens come from.\n\n- `source`: a string, ")
+    assert printed.startswith(
+        "## [data]\n\nDocuments to train on, and how they become tokens and samples.\n\n- `source`: a string, "
+    )
     assert printed.count("##") == 1
-    assert '- `samples`: a string, `"packed"` by default, one of packed, padded. packed cuts ' in printed
-    assert "- `max_tokens`: a whole number, `0` by default, must not be negative. Tokens to prepare " in printed
+    assert '- `samples`: a string, `"packed"` by default, one of packed, padded. How documents become samples. ' in printed
+    assert "- `max_tokens`: a whole number, `0` by default, must not be negative. Most tokens to prepare of each source" in printed
     assert main(["config", "data", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
     assert [key["name"] for key in document["keys"]] == [field.name for field in fields(DataConfig)]
@@ -59,11 +61,11 @@ def test_one_section_is_printed_and_is_a_document(capsys):
     [
         (
             "data.mixture",
-            "## [[data.mixture]]\n\nOne of several sources.\n\n- `source`: a string, needed, must not be ",
+            "## [[data.mixture]]\n\nOne of several sources of samples.\n\n- `source`: a string, needed, must not be ",
         ),
         ("optimizer", '## [optimizer] with name = "adamw"\n'),
         ("optimizer", '## [optimizer] with name = "sgd"\n'),
-        ("kernels", '- `norm`: a string, `"auto"` by default, one of auto, eager, fused, liger. RMSNorm as separate '),
+        ("kernels", '- `norm`: a string, `"auto"` by default, one of auto, eager, fused, liger. '),
         ("metrics", "- `to`: a list, `[]` by default, some of tensorboard, wandb"),
         ("model", "- `head_dim`: a whole number. Width of a head"),
     ],

@@ -12,7 +12,7 @@ from dtlayout import launch
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.cli import main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.models.counting import count_block_parameters
 from dtlayout.models.presets import find_preset
 from dtlayout.spec.layout import Layout

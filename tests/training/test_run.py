@@ -217,7 +217,7 @@ def play(
         validation=SimpleNamespace(every=validated),
         train=SimpleNamespace(steps=3, on_nonfinite="skip" if skips else "stop"),
         metrics=SimpleNamespace(memory_every=9, memory=False, timeline=False),
-        checkpoint=SimpleNamespace(every=every, save=bool(every)), optimizer=None,
+        checkpoint=SimpleNamespace(every=every, save=bool(every)), optimizer=None, model=None,
     )  # fmt: skip
     trainer, records = FakeTrainer(clock, results, config, spikes), FakeRecords(clock)
     checkpoints = mock.Mock(spec=Checkpoints, host=None, saved=0)
