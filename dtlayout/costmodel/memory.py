@@ -242,12 +242,13 @@ def state_bytes(
     ones, which `apart` counts, have weights alone.
     """
     features, gathers, copy_bytes = scenario.engine.features, layout.zero == 3, scenario.engine.constants.copy_bytes
-    shards = {each: own.shard(layout) for each, own in list_trained(scenario.optimizer, n, of_experts, apart)}
-    trained, shard, frozen = n - apart.frozen.total, sum(shards.values()), apart.frozen.shard(layout)
+    groups = list_trained(scenario.optimizer, n, of_experts, apart)
+    shards = [(each, own.shard(layout)) for each, own in groups]
+    trained, shard, frozen = n - apart.frozen.total, sum([own for _, own in shards]), apart.frozen.shard(layout)
     return {
         "parameters": 2 * (shard + frozen if gathers else n),
         "gradients": features.gradient_bytes * (shard if layout.zero > 1 and layout.pp == 1 else trained),
-        "optimizer": sum((4 + each.state_bytes(4) + copy_bytes) * own for each, own in shards.items()),
+        "optimizer": sum([(4 + each.state_bytes(4) + copy_bytes) * own for each, own in shards]),
         "buffers": (features.bucket_bytes * trained if layout.dp > 1 else 0.0) + (2 * 2 * unit if gathers else 0.0),
     }
 

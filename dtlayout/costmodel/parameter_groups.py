@@ -50,10 +50,12 @@ class Apart(NamedTuple):
         """Parameters of several stages together, of each as often as its number says."""
         found: dict[Optimizer | None, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for apart, count in counted:
+            if apart is NONE_APART:
+                continue
             for owner, numbers in ((None, apart.frozen), *apart.others):
                 found[owner][0] += count * numbers.everywhere
                 found[owner][1] += count * numbers.of_experts
-        return cls._of(found)
+        return cls._of(found) if found else NONE_APART
 
     @classmethod
     def _of(cls, found: dict[Optimizer | None, list[float]]) -> "Apart":
@@ -91,6 +93,8 @@ def list_trained(
 ) -> list[tuple[Optimizer, ParameterCount]]:
     """Each optimizer with its parameters, of n in all with `of_experts` among them; `optimizer` is first."""
     everywhere = n - of_experts
+    if apart is NONE_APART:
+        return [(optimizer, ParameterCount(everywhere, of_experts))]
     for numbers in (apart.frozen, *(numbers for _, numbers in apart.others)):
         everywhere, of_experts = everywhere - numbers.everywhere, of_experts - numbers.of_experts
     return [(optimizer, ParameterCount(everywhere, of_experts)), *apart.others]

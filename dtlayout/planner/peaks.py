@@ -150,9 +150,9 @@ class Peaks:
             whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and has_gradients else 0.0)
             return whole * trained + (compute if layout.zero < 3 else 0.0) * apart.frozen.total
         groups = list_trained(self.scenario.optimizer, n, of_experts, apart)
-        shards = {optimizer: own.shard(layout) for optimizer, own in groups}
-        gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum(shards.values())
-        state = sum((params + optimizer.state_bytes(params)) * own for optimizer, own in shards.items())
+        shards = [(optimizer, own.shard(layout)) for optimizer, own in groups]
+        gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum([own for _, own in shards])
+        state = sum([(params + optimizer.state_bytes(params)) * own for optimizer, own in shards])
         state += params * apart.frozen.shard(layout) + (compute * n if layout.zero < 3 else 0.0)
         return state + (gradients if has_gradients else 0.0)
 

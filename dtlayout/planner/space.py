@@ -27,9 +27,9 @@ of an axis's values, whatever they are.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from math import gcd
 from typing import Any, NamedTuple, TypeVar
@@ -208,8 +208,13 @@ class Space:
             for way in ways
             if not check_zero(engine, way.zero, pp)
             and not check_data_parallel(engine, dp // way.dp_shard, way.dp_shard)
-            and not find_update_problems(self.scenario, Layout(dp_shard=way.dp_shard))
+            and self._allows_update(way.dp_shard)
         ]
+
+    @cached_property
+    def _allows_update(self) -> Callable[[int], bool]:
+        """Whether the optimizer's update is right for a state in so many shards."""
+        return cache(lambda shards: not find_update_problems(self.scenario, Layout(dp_shard=shards)))
 
     def micro_batches(self, cp: int) -> list[int]:
         """Sizes of the micro-batch: divisors of the global batch that go with `cp`."""
