@@ -180,10 +180,10 @@ class Column:
     part: Literal["row", "cell", "measured", "predicted"]
     """The part of a row that it shows; n/a where the row has none."""
     read: Callable[[Any], Any]
-    """What it shows of that part; None for n/a."""
+    """Returns the value to show out of that part; None for n/a."""
 
     def show(self, row: Row) -> str:
-        """Its cell in the table."""
+        """The text of a row in this column."""
         part = row if self.part == "row" else getattr(row, self.part)
         value = None if part is None else self.read(part)
         return "n/a" if value is None else format(value, self.spec)

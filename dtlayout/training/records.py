@@ -64,8 +64,6 @@ class Records(Observer):
         self._step_times_s: list[float] = []
         self.skipped: list[int] = []
         """Steps of this start that updated nothing, because loss or norm was not finite."""
-        self.spikes: list[int] = []
-        """Steps of this start that were spikes."""
         self.executed: dict[str, list[str]] = {}
         """Operation → its kernels that the first step ran."""
         self.peaks: list[int] | None = None
@@ -167,7 +165,7 @@ class Records(Observer):
             del self._timelines[oldest]
         RecordedTimelines(steps=self._timelines, run=self._run).write(self.folder)
 
-    def report(self, exit_code: int, done: int) -> None:
+    def report(self, exit_code: int, done: int, spikes: list[int]) -> None:
         """Write summary.json and print the table at the end of a run that has done so many steps."""
         if not self.is_writer:
             return
@@ -187,7 +185,7 @@ class Records(Observer):
             exit_code=exit_code,
             steps=done,
             skipped=self.skipped,
-            spikes=self.spikes,
+            spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
             parameters=count_parameters(self.config.model),

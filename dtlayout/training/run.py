@@ -146,7 +146,7 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     finally:
         records.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
     folder.look()
-    records.report(exit_code, done)
+    records.report(exit_code, done, trainer.spikes.found)
     # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
     watch.at("waiting for the others to end", is_long=True, waits=True)
     dist.barrier(group=checkpoints.host)

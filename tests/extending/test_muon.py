@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 from launching import read_lines
-from plugged import count_files, plugged_in
+from plugged import ask, count_files, plugged_in
 from tiny import write_tiny
 
 from dtlayout import launch
@@ -36,11 +36,6 @@ def config(tmp_path):
     return path
 
 
-def answer(capsys, *arguments):
-    assert main([*map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_it_takes_one_file():
     assert count_files("muon") == 1
 
@@ -58,7 +53,7 @@ def test_configs_name_it_and_what_updates_the_rest(muon, config, capsys):
 def test_a_layout_that_splits_weights_is_refused_in_a_line_before_anything_starts(muon, config, capsys):
     assert main(["check", str(config), "--layout.dp_shard=2", "--world", "2"]) == 2
     assert capsys.readouterr().err == f"{REFUSED}\n"
-    assert answer(capsys, "check", config, "--layout.dp_shard=1", "--layout.dp_replicate=2", "--world", "2")["ok"]
+    assert ask(capsys, "check", config, "--layout.dp_shard=1", "--layout.dp_replicate=2", "--world", "2")["ok"]
     for split in (Layout(tp=2), Layout(cp=2), Layout(dp_shard=2)):
         assert len(muon.Muon().layout_problems(split)) == 1
     assert not AdamW().layout_problems(Layout(tp=2)) + muon.Muon().layout_problems(Layout(pp=2, dp_replicate=2))
@@ -66,7 +61,7 @@ def test_a_layout_that_splits_weights_is_refused_in_a_line_before_anything_start
 
 def test_a_search_finds_layouts_with_whole_weights_and_counts_state_by_role(capsys):
     scenario = ["--model", "debug", "--gpu", "h100-80g-sxm", "--gpus", "4", "--seq-len", "64", "--global-batch", "32"]
-    found = answer(capsys, "recommend", *scenario, "--optimizer", "muon", "--fix", "pp=1", "--top", "20")["layouts"]
+    found = ask(capsys, "recommend", *scenario, "--optimizer", "muon", "--fix", "pp=1", "--top", "20")["layouts"]
     assert found and {(each["layout"]["dp_shard"], each["layout"]["tp"]) for each in found} == {(1, 1)}
     model = find_preset("debug")
     vectors = 2 * model.hidden_size
@@ -77,7 +72,7 @@ def test_a_search_finds_layouts_with_whole_weights_and_counts_state_by_role(caps
 
 
 def test_a_dry_run_holds_what_is_predicted(config, capsys):
-    for rank in answer(capsys, "dryrun", config, "--gpu", "cpu", "--world", "1")["ranks"]:
+    for rank in ask(capsys, "dryrun", config, "--gpu", "cpu", "--world", "1")["ranks"]:
         compared = rank["compared_bytes"]["optimizer"]
         assert 0 < compared["dry"] == compared["predicted"]
 

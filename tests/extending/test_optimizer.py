@@ -4,7 +4,7 @@ import json
 
 import pytest
 from launching import read_lines
-from plugged import count_files, plugged_in
+from plugged import ask, count_files, plugged_in
 from tiny import write_tiny
 
 from dtlayout import launch
@@ -29,17 +29,12 @@ def config(tmp_path):
     return path
 
 
-def answer(capsys, *arguments):
-    assert main([*map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_it_takes_two_files():
     assert count_files("lion") == 2
 
 
 def test_configs_name_it_and_its_keys(lion, config, capsys):
-    assert answer(capsys, "check", config)["ok"]
+    assert ask(capsys, "check", config)["ok"]
     assert load_config(config).optimizer == lion.Lion(lr=1e-2, lookahead=0.8)
     assert main(["check", str(config), "--optimizer.lookahead=2", "--optimizer.beta1=0.9"]) == 2
     said = capsys.readouterr().err.splitlines()
@@ -52,8 +47,8 @@ def test_configs_name_it_and_its_keys(lion, config, capsys):
 def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(lion, tmp_path, capsys):
     fixed = ["--fix", "dp_shard=16", "--fix", "tp=1", "--fix", "pp=1", "--top", "1"]
     emitted = tmp_path / "emitted.toml"
-    ours = answer(capsys, "recommend", *LLAMA, *fixed, "--optimizer", "lion", "--emit", emitted)
-    theirs = answer(capsys, "recommend", *LLAMA, *fixed)
+    ours = ask(capsys, "recommend", *LLAMA, *fixed, "--optimizer", "lion", "--emit", emitted)
+    theirs = ask(capsys, "recommend", *LLAMA, *fixed)
     assert (ours["scenario"]["optimizer"], theirs["scenario"]["optimizer"]) == ("lion", "adamw")
     assert main(["recommend", *LLAMA, *fixed, "--optimizer", "lion"]) == 0
     assert "tokens a step, updated by lion\n" in capsys.readouterr().out
@@ -65,7 +60,7 @@ def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(lion, tmp_path,
 
 
 def test_a_dry_run_holds_what_is_predicted(config, capsys):
-    document = answer(capsys, "dryrun", config, "--gpu", "cpu", "--world", "2")
+    document = ask(capsys, "dryrun", config, "--gpu", "cpu", "--world", "2")
     for rank in document["ranks"]:
         compared = rank["compared_bytes"]["optimizer"]
         assert 0 < compared["dry"] == compared["predicted"]

@@ -24,7 +24,6 @@ class KernelObserver(Observer):
         """
         self.runtime, self.attention, self.records, self.group, self.first = runtime, attention, records, group, first
         self.recorder = KernelRecorder()
-        records.executed = self.recorder.executed
 
     def around_launch(self, number: int) -> AbstractContextManager[object]:
         is_recorded = number == self.first and os.environ.get("LOCAL_RANK", "0") == "0"
@@ -34,9 +33,11 @@ class KernelObserver(Observer):
         """KernelError on every rank if a recorded rank ran another attention kernel than was asked for."""
         if step.number != self.first:
             return
-        self.records.executed = self.recorder.executed
         problem = find_other_attention(self.attention, set(self.recorder.executed["attention"]))
         problems = torch.tensor(int(bool(problem)))
         dist.all_reduce(problems, group=self.group)
         if problems:
             raise KernelError(problem or f"kernels.attention={self.attention!r} did not run on another rank")
+
+    def at_end(self, exit_code: int, done: int) -> None:
+        self.records.executed = self.recorder.executed

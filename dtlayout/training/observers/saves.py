@@ -34,4 +34,4 @@ class SaveObserver(Observer):
     def at_end(self, exit_code: int, done: int) -> None:
         self.checkpoints.finish()
         if exit_code == EXIT_NON_FINITE and self.records.is_writer:
-            self.checkpoints.go_back(done, {*self.records.skipped, *self.records.spikes})
+            self.checkpoints.go_back(done, {*self.records.skipped, *self.trainer.spikes.found})

@@ -27,8 +27,6 @@ class SpikeObserver(Observer):
         if self.pauses(step):
             save(self.trainer, self.checkpoints, step.number - 1, SPIKES, is_last=False)
         self.detector.add(step.number, step.result)
-        if step.is_spike:
-            self.records.spikes.append(step.number)
 
     def _say(self, step: ObservedStep) -> None:
         limits, is_updated = self.detector.limits, self.detector.settings.action == "warn"

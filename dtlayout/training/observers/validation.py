@@ -15,7 +15,8 @@ class ValidationObserver(Observer):
 
     def pauses(self, step: ObservedStep) -> bool:
         """Whether the step is validated: not where somebody who asked to stop waits, and not after a NaN."""
-        is_due = step.is_over or is_multiple(step.number, self.settings.every)
+        every = self.settings.every
+        is_due = step.is_over or (every > 0 and step.number % every == 0)
         return is_due and step.result.is_finite and not step.result.stop_requested
 
     def after_step(self, step: ObservedStep) -> None:
@@ -40,8 +41,3 @@ class ValidationObserver(Observer):
                 return None
             total, num_targets = total + loss * count, num_targets + count
         return total / max(1, num_targets)
-
-
-def is_multiple(number: int, every: int) -> bool:
-    """Whether something that comes every so many steps comes with this one; never where `every` is 0."""
-    return every > 0 and number % every == 0
