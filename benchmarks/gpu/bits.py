@@ -106,8 +106,9 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Checked:
 
 def check_trainer(cell: TrainerCheck, device: Device) -> Checked:
     """train.py alone in a process of its own, then once more for two further steps."""
-    if find_spec("rich") is None:
-        raise InvalidConfig("train.py needs the package rich, which is not here; install it: pip install rich")
+    for name in ("rich", "tomli_w"):
+        if find_spec(name) is None:
+            raise InvalidConfig(f"train.py needs the package {name}, which is not here; install it: pip install {name}")
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "check.toml")
         config.write_text(_CONFIG.format(folder=folder, device_type=device.type), encoding="utf-8")
