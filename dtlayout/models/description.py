@@ -70,7 +70,10 @@ class Description:
         return isinstance(next(each for each in reversed(self.block) if each.kept_as == "matmuls"), Linear)
 
     def find(self, name: str) -> Weight:
-        """The weight that is called so in the whole model, "model.layers.3.mlp.up_proj.weight"; KeyError if none."""
+        """The weight that is called so in the whole model, "model.layers.3.mlp.up_proj.weight"; KeyError if none.
+
+        Its block is one with experts, in a model with experts (`families.find_weight` knows the first ones).
+        """
         prefix, _, rest = name.partition(".layers.")
         known = self.block_weights if rest else (self.embedding, *self.final_norm.weights, self.head)
         wanted = rest.partition(".")[2] if rest else prefix
@@ -152,6 +155,7 @@ def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
             experts.ffn_size,
             gated,
             experts.bias,
+            correction_bias=experts.correction_bias,
         ),
         *(_describe_dense_ffn("mlp.shared_expert", reads, h, shared, gated=gated) if shared else ()),
     )

@@ -102,7 +102,9 @@ def describe(model: ModelShape) -> Description:
 
 def find_weight(model: ModelShape, name: str) -> Weight:
     """The described weight of a parameter in any stage of a model; a tied one is its embedding's. KeyError if none."""
-    return describe(model).find(model.aliases.get(name, name))
+    _, is_in_block, rest = name.partition(".layers.")
+    kind = model.kind_of(int(rest.partition(".")[0])) if is_in_block else model
+    return describe(kind).find(model.aliases.get(name, name))
 
 
 @lru_cache(maxsize=256)

@@ -36,6 +36,8 @@ class Weight:
     """Whether it is a stack, with a matrix or a vector for each expert, which ep splits and tp does not."""
     trains: bool = True
     """Whether it is trained; a frozen weight has no gradient, no optimizer state and no reduction."""
+    is_counter: bool = False
+    """Whether no gradient moves it, but what a step counts: each rank has all of it, in the format of the masters."""
 
     @property
     def numel(self) -> int:
@@ -198,6 +200,8 @@ class RoutedExperts(_Operation):
     """Whether each matmul adds one to its outputs."""
     trains: bool = True
     """Whether its weights are trained."""
+    correction_bias: bool = False
+    """Whether the choice of experts reads a bias of each, which no gradient moves."""
 
     @property
     def num_opening(self) -> int:
@@ -221,7 +225,13 @@ class RoutedExperts(_Operation):
             stack(each.name.replace(".weight", ".bias"), each.shape[:2], "zeros", "vector")
             for each in stacks * self.bias
         ]
-        return (*stacks, *biases)
+        return (*stacks, *biases, *self._counters)
+
+    @property
+    def _counters(self) -> tuple[Weight, ...]:
+        name = f"{self.module.rpartition('.')[0]}.correction_bias"
+        counter = Weight(name, (self.number,), "zeros", "vector", trains=False, is_counter=True)
+        return (counter,) * self.correction_bias
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """Tokens are copied for their experts, which are a feed-forward, and their results are added up.
@@ -234,7 +244,8 @@ class RoutedExperts(_Operation):
         copies, results = outer(f"{self.module}.copies"), outer(f"{self.module}.results")
         opened = tuple(inner(f"{self.module}.{name}") for name in ("gate_proj", "up_proj")[-self.num_opening :])
         active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
-        *opening, closing = (_name_trained([weight]) for weight in self.weights)
+        closing = tuple(name for name in _name_trained(self.weights) if f"{self.module}.down_proj." in name)
+        opening = tuple(name for name in _name_trained(self.weights) if name not in closing)
         matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
         saves = self.trains or options.trains_all
         return (
@@ -243,7 +254,7 @@ class RoutedExperts(_Operation):
                 (copies,),
                 opened,
                 (copies._replace(format="cast"),) * saves,
-                sum(opening, ()),
+                opening,
                 (copies,) * self.num_opening,
             ),
             *_record_activation(opened, active, options),

@@ -32,7 +32,7 @@ def list_weights(model: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     described = describe(model)
     yield described.embedding.name, described.embedding.shape
     for number in range(model.num_layers):
-        for weight in described.block_weights:
+        for weight in describe(model.kind_of(number)).block_weights:
             yield f"{BLOCKS.replace('*', str(number))}.{weight.name}", weight.shape
     for weight in described.final_norm.weights:
         yield weight.name, weight.shape

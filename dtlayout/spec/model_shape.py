@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from dtlayout.base.formatting import shorten
 from dtlayout.base.refusals import Refusal
@@ -32,8 +33,7 @@ class RopeScaling(Ranged, section="model.rope_scaling"):
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Ranged, section="model.experts"):
-    """A mixture of experts: feed-forwards among which a router chooses some for each token. Such a model can only be
-    predicted."""
+    """A mixture of experts: feed-forwards among which a router chooses some for each token."""
 
     number: int = ranged("must be from 1 to a million")
     """Experts of a block."""
@@ -46,12 +46,47 @@ class Experts(Ranged, section="model.experts"):
     dense_layers: int = ranged("must not be negative", 0)
     """Number of first blocks without experts. Their feed-forward is model.ffn_size wide."""
     bias: bool = False
-    """Whether each matmul of an expert adds a bias (gpt-oss)."""
+    """Whether each matmul of an expert adds a bias (gpt-oss). Such a model can only be predicted."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that makes a token's scores of the router's logits: softmax over all experts, or sigmoid of each (HF:
+    scoring_func)."""
+    normalized: bool = True
+    """Whether a token's scores are divided by the sum of those of its experts (HF: norm_topk_prob)."""
+    scale: float = ranged("must be above 0 and finite", 1.0)
+    """Factor of a token's scores after that (HF: routed_scaling_factor)."""
+    groups: int = ranged("must be from 1 to a million", 1)
+    """Groups of neighbouring experts; a token's experts come from groups_per_token of them (HF: n_group)."""
+    groups_per_token: int = ranged("must be from 1 to a million", 1)
+    """Groups with the highest sums of their two best scores, from which a token's experts come (HF: topk_group)."""
+    correction_bias: bool = False
+    """Whether the choice of experts, and nothing else, reads scores plus a bias of each expert (DeepSeek-V3)."""
+    bias_rate: float = ranged("must be at least 0 and finite", 0.0)
+    """Step of that bias after each update, up for experts with fewer tokens than the mean, down for those with more
+    (arXiv:2408.15664). 0 leaves it as it is."""
+    balance_loss: float = ranged("must be at least 0 and finite", 0.0)
+    """Coefficient of the loss that is lowest where each expert has as many tokens (HF: router_aux_loss_coef)."""
+    z_loss: float = ranged("must be at least 0 and finite", 0.0)
+    """Coefficient of the loss that keeps logits of the router small: the mean square of their log-sum-exp (ST-MoE,
+    arXiv:2202.08906)."""
+    imbalance: float = ranged("must be at least 1", 1.0)
+    """Copies of tokens that the fullest of ep's ranks computes, over the mean. Predictions and dry runs take this."""
 
     def find_broken(self) -> list[Refusal]:
-        """A refusal where a token would be computed by more experts than there are."""
-        what = f"{self.section}.per_token={self.per_token} is more than number={self.number}"
-        return [Refusal("per_token", what)] * (self.per_token > self.number)
+        """A refusal where a token would be computed by more experts than there are, or where groups do not come out."""
+        where, group_size = self.section, self.number // self.groups
+        rules = (
+            ("per_token", self.per_token > self.number, f"per_token={self.per_token} is more than number={self.number}"),
+            ("groups", self.number % self.groups > 0, f"groups={self.groups} does not divide number={self.number}"),
+            ("groups_per_token", self.groups_per_token > self.groups,
+             f"groups_per_token={self.groups_per_token} is more than groups={self.groups}"),
+            ("groups_per_token", self.number >= self.per_token > self.groups_per_token * group_size,
+             f"groups_per_token={self.groups_per_token} has fewer experts than per_token={self.per_token}"),
+            ("groups", self.groups > 1 and group_size < 2,
+             f"groups={self.groups} leaves one expert in a group, and a group is as good as its two best"),
+            ("bias_rate", self.bias_rate > 0 and not self.correction_bias,
+             f"bias_rate={self.bias_rate} moves no bias where correction_bias=false"),
+        )  # fmt: skip
+        return [Refusal(key, f"{where}.{what}") for key, is_broken, what in rules if is_broken]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +215,10 @@ class ModelShape(Ranged, section="model"):
     def num_first(self) -> int:
         """Number of first blocks that have no experts, in a model whose other blocks have some; else 0."""
         return self.experts.dense_layers if self.experts else 0
+
+    def kind_of(self, number: int) -> "ModelShape":
+        """The kind of a block, as a model whose blocks are all of that kind."""
+        return self.without_experts if number < self.num_first else self
 
     def kinds(self, layers: range) -> list[tuple["ModelShape", int]]:
         """Kinds of blocks among `layers`, each as a model whose blocks are all of that kind, with the number of blocks.
