@@ -75,7 +75,8 @@ class Experts(Ranged, section="model.experts"):
         """A refusal where a token would be computed by more experts than there are, or where groups do not come out."""
         where, group_size = self.section, self.number // self.groups
         rules = (
-            ("per_token", self.per_token > self.number, f"per_token={self.per_token} is more than number={self.number}"),
+            ("per_token", self.per_token > self.number,
+             f"per_token={self.per_token} is more than number={self.number}"),
             ("groups", self.number % self.groups > 0, f"groups={self.groups} does not divide number={self.number}"),
             ("groups_per_token", self.groups_per_token > self.groups,
              f"groups_per_token={self.groups_per_token} is more than groups={self.groups}"),
