@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.formatting import plural
-from dtlayout.mesh.axes import CP, DP_REPLICATE, DP_SHARD, axis_sizes
+from dtlayout.mesh.axes import CP, DP_REPLICATE, DP_SHARD, PP, axis_sizes
 from dtlayout.spec.layout import Layout
 
 _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -48,6 +49,45 @@ def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> Devi
     return meshes[key]
 
 
+class ShardMesh(NamedTuple):
+    """Ranks that share a state."""
+
+    mesh: DeviceMesh
+    """The ranks, as FSDP2 shards over them: (shards), or (replicas, shards)."""
+    reduction_group: dist.ProcessGroup | None
+    """Second group of the shards, as that of `open_reduction_group`."""
+
+
+class ExpertMesh(NamedTuple):
+    """Ranks of a stage, as experts see them: neighbours split the experts, and others have the same ones."""
+
+    ep: DeviceMesh
+    """Ranks that split the experts, one axis; size 1 where each rank has all."""
+    shards: ShardMesh
+    """Ranks that have the same experts."""
+
+
+def build_expert_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> ExpertMesh:
+    """This rank's part of the mesh (pp, copies, shards, ep) over all ranks; call it on all of them, after `build_mesh`.
+
+    Ranks of ep are neighbours among those of dp_shard, cp and tp. Copies of dp_replicate share no experts. Where the
+    layout shards no state, the ranks with the same experts are copies too.
+    """
+    copies, shards = layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp // layout.ep
+    if layout.dp_shard == 1 and copies > 1:
+        copies, shards = copies * shards, 1
+    names = (PP, "expert_copies", "expert_shards", "ep")
+    meshes = _meshes.setdefault(_get_default_store(), {})
+    sizes = (layout.pp, copies, shards, layout.ep)
+    mesh = meshes.get((device_type, names, *sizes))
+    if mesh is None:
+        mesh = meshes[device_type, names, *sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    for group in mesh.get_all_groups() if timeout_s else ():
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    sharded = mesh["expert_shards"] if copies == 1 else mesh["expert_copies", "expert_shards"]
+    return ExpertMesh(mesh["ep"], ShardMesh(sharded, _open_second_group(sharded, timeout_s)))
+
+
 def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:
     """A group of all ranks over gloo, for messages from host to host that NCCL's watchdog does not watch.
 
@@ -73,7 +113,11 @@ def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.Proce
     reduce-scatter would wait for all-gathers that backward sends ahead. Open it on all of these ranks together;
     `timeout_s` is as for `build_mesh`.
     """
-    shards = data_mesh(mesh).get_all_groups()[-1]
+    return _open_second_group(data_mesh(mesh), timeout_s)
+
+
+def _open_second_group(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup | None:
+    shards = mesh.get_all_groups()[-1]
     if mesh.device_type != "cuda" or shards.size() == 1:
         return None
     ranks = dist.get_process_group_ranks(shards)

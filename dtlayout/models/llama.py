@@ -1,6 +1,6 @@
 """Llama on one device: HF's parameter names and RoPE convention, attention through SDPA, no parallelism.
 
-`Llama` → `Decoder` (embedding, blocks, final norm) → `Block` → `Attention`, `FeedForward`. A pipeline stage is a Llama
+`Llama` → `Decoder` (embedding, blocks, final norm) → `Block` → `Attention`, and `FeedForward` or `Mixture`. A pipeline stage is a Llama
 that holds only some of the blocks; blocks keep their index in the whole model, so names are the same in every layout.
 
 Legend: B batch, S sequence, D model width, H query heads, G key-value heads, K head width, V vocabulary.
@@ -12,13 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dtlayout.models.feed_forward import FeedForward, Mixture
 from dtlayout.ops.attention import bind_attention, prepare_mask
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.linear import Project, project
 from dtlayout.ops.loss import Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.ops.rope import RotaryEmbedding
-from dtlayout.spec.kernel_table import AttentionKernel, RopeKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernel_table import AttentionKernel, RopeKernel, find_kernel
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.model_shape import ModelShape
 
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
         self.prepare_mask = partial(prepare_mask, kernel=kernels.attention)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype) if embedding else None
         self.rotary = RotaryEmbedding(shape, max_seq_len, dtype)
-        self.layers = nn.ModuleDict({str(i): Block(shape, kernels, dtype) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(shape.kind_of(i), kernels, dtype) for i in layers})
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype) if norm else None
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
@@ -105,7 +106,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
         self.self_attn = Attention(shape, kernels, dtype)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
-        self.mlp = FeedForward(shape, kernels, dtype)
+        self.mlp = (FeedForward if shape.experts is None else Mixture)(shape, kernels, dtype)
 
     def forward(self, h_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), cos=cos, sin=sin, mask=mask)
@@ -139,18 +140,3 @@ class Attention(nn.Module):
         q_BHSK, k_BGSK = self.rope(q_BHSK, k_BGSK, cos, sin)
         out_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, mask)
         return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
-        super().__init__()
-        self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
-        self.project: Project = project
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False, dtype=dtype)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(self.swiglu(*self.project(x_BSD, self.gate_proj, self.up_proj)))

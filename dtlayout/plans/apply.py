@@ -1,6 +1,6 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → freeze → CP → recompute → compile → offload → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it
+TP/SP → EP → freeze → CP → recompute → compile → offload → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it
 leaves on each rank. It makes parameters anew, so they are frozen after it. Blocks are recomputed and compiled with what
 context parallelism changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers once for its
 backward, not once more for the recomputation. What a recomputed or compiled block hands autograd goes to the host.
@@ -21,11 +21,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.mesh.axes import CP, TP
+from dtlayout.mesh.build import ExpertMesh
 from dtlayout.ops.loss import Head
 from dtlayout.plans.context import ATTENTION_OPERATOR, apply_context
+from dtlayout.plans.experts import share_counts, split_experts
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
-from dtlayout.plans.plan import Plan, TensorStyle, match_names
+from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
 from dtlayout.spec.kernel_table import AttentionKernel, list_kernels
 from dtlayout.spec.kernels import Compile
@@ -34,16 +36,20 @@ from dtlayout.spec.recompute import Kept, Recompute
 
 def apply_plan(
     module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None,
-    kept: ActivationOffloader | None = None,
+    kept: ActivationOffloader | None = None, experts: ExpertMesh | None = None,
 ) -> GradientSync:  # fmt: skip
     """Shard `module` in place over a mesh with the axes of `build_mesh`; whoever runs backward follows the result.
 
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
     `reduction_group` is that of `open_reduction_group`, `kept` where a rank's stages keep together what the plan has
-    on the host; whoever gives it calls `before_work`.
+    on the host; whoever gives it calls `before_work`. `experts` is that of `build_expert_mesh`, where the plan has a
+    unit of experts.
     """
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
+    if experts is not None and experts.ep.size() > 1:
+        split_experts(module, plan.experts, experts.ep)
+    share_counts(module, mesh)
     freeze(module, plan.frozen)
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
@@ -53,7 +59,7 @@ def apply_plan(
         module, plan.blocks, plan.recompute, attention=plan.attention, compiles=plan.compile == "blocks", kept=kept
     )
     compile_rest(module, plan.compile)
-    return shard(module, plan, mesh, reduction_group)
+    return shard(module, plan, mesh, reduction_group, experts)
 
 
 def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: DeviceMesh) -> None:
@@ -78,8 +84,7 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Have autograd compute no gradient of the parameters that these patterns name."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    for name in (name for pattern in patterns for name in match_names(pattern, names)):
+    for name in list_parameters(module, patterns):
         module.get_parameter(name).requires_grad_(False)
 
 

@@ -19,9 +19,10 @@ Where the host has the state (ZeRO-Offload, arXiv:2101.06840), a unit's shards a
 and its summed gradients back from there; the optimizer works on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -41,9 +42,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from dtlayout.mesh.axes import DP_REPLICATE
-from dtlayout.mesh.build import data_mesh
+from dtlayout.mesh.build import ExpertMesh, ShardMesh, data_mesh
 from dtlayout.models.description import EMBEDDING, HEAD
-from dtlayout.plans.plan import Plan, match_names
+from dtlayout.plans.experts import place_shards
+from dtlayout.plans.plan import Plan, list_parameters, match_names
 
 
 @dataclass
@@ -58,8 +60,8 @@ class GradientSync:
     """Keep parameters gathered until the last backward (zero 1 and 2), or until each backward is over (zero 3)."""
     is_replicated: bool
     """Whether there are several copies of the shards (HSDP)."""
-    reduce_scatter: DefaultReduceScatter
-    """FSDP2's hook that sums gradients over dp_shard."""
+    reductions: tuple[DefaultReduceScatter, ...]
+    """FSDP2's hook that sums gradients over the shards, for each unit."""
 
     def expect_split_backwards(self) -> None:
         """Call once where backwards come in two parts.
@@ -106,9 +108,9 @@ class GradientSync:
 
         On CUDA that is on the stream on which it runs; sums over copies (HSDP) are not observed.
         """
-        for unit in self.units:
+        for unit, reduction in zip(self.units, self.reductions, strict=True):
             unit.set_custom_all_gather(_Observed(DefaultAllGather(), lambda: around("gather")))
-            unit.set_custom_reduce_scatter(_Observed(self.reduce_scatter, lambda: around("reduce")))
+            unit.set_custom_reduce_scatter(_Observed(reduction, lambda: around("reduce")))
 
     def after_evaluation(self) -> None:
         """Call after forwards that no backward follows, which would have let go of gathered parameters."""
@@ -141,9 +143,10 @@ class _Observed(AllGather, ReduceScatter):
 
 
 def shard(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None
-) -> GradientSync:
-    """Shard the plan's units, then the rest with the root, over the data-parallel axes.
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None,
+    experts: ExpertMesh | None = None,
+) -> GradientSync:  # fmt: skip
+    """Shard the plan's units, then the rest with the root, over the data-parallel axes; experts over `experts`.
 
     Gradients are reduced over dp_shard in the mesh's own group, or else in `reduction_group`.
     """
@@ -156,28 +159,41 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offloads_state else OffloadPolicy()
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
-    for members in [*groups, [""]]:  # the root comes last
-        modules = [module.get_submodule(name) for name in members]
-        reshards = plan.zero == 3 and HEAD not in (names if members == [""] else members)
-        fully_shard(
-            modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy, offload_policy=offload
-        )
-    reduce_scatter = DefaultReduceScatter() if reduction_group is None else _ReduceScatter(reduction_group)
+    data, of_experts = ShardMesh(data_mesh(mesh), reduction_group), set(match_names(plan.experts, names))
+    counters = {module.get_parameter(name) for name in list_parameters(module, plan.counters)}
     in_order = sorted(groups, key=lambda members: names.index(members[0]))
-    units = tuple(_as_unit(module.get_submodule(name)) for name in [*(members[0] for members in in_order), ""])
-    for unit in units:
-        if data_mesh(mesh).size() > 1:  # one rank divides by nothing, and would make a buffer for it
+    for members in [*groups, [""]]:  # the root comes last
+        reshards = plan.zero == 3 and HEAD not in (names if members == [""] else members)
+        where = experts.shards if experts and members[0] in of_experts else data
+        fully_shard(
+            [module.get_submodule(name) for name in members], mesh=where.mesh, reshard_after_forward=reshards,
+            shard_placement_fn=partial(place_shards, mesh=where.mesh) if where is not data else None,
+            mp_policy=policy, offload_policy=offload, ignored_params=counters,
+        )  # fmt: skip
+    units, reductions = list[FSDPModule](), list[DefaultReduceScatter]()
+    for name in (*(members[0] for members in in_order), ""):
+        where = experts.shards if experts and name in of_experts else data
+        unit, reduction = _as_unit(module.get_submodule(name)), _make_reduction(where.reduction_group)
+        if where.mesh.size() > 1:  # one rank divides by nothing, and would make a buffer for it
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-        if reduction_group is not None:
-            unit.set_custom_reduce_scatter(reduce_scatter)
-    frozen = takewhile(lambda members: _has_no_backward(module, members), in_order)
-    _prefetch_backward(units[len([*frozen]) :])
-    is_replicated = mesh[DP_REPLICATE].size() > 1
-    sums, keeps = plan.zero > 1, plan.zero < 3
+        if where.reduction_group is not None:
+            unit.set_custom_reduce_scatter(reduction)
+        units.append(unit)
+        reductions.append(reduction)
+    num_frozen = len([*takewhile(lambda members: _has_no_backward(module, members), in_order)])
+    _prefetch_backward(units[num_frozen:], {module.get_submodule(name) for name in of_experts})
     return GradientSync(
-        units=units, each_backward=sums, keep_gathered=keeps, is_replicated=is_replicated, reduce_scatter=reduce_scatter
+        units=tuple(units),
+        each_backward=plan.zero > 1,
+        keep_gathered=plan.zero < 3,
+        is_replicated=mesh[DP_REPLICATE].size() > 1,
+        reductions=tuple(reductions),
     )
+
+
+def _make_reduction(group: dist.ProcessGroup | None) -> DefaultReduceScatter:
+    return DefaultReduceScatter() if group is None else _ReduceScatter(group)
 
 
 def share_context(syncs: Sequence[GradientSync]) -> None:
@@ -189,17 +205,24 @@ def share_context(syncs: Sequence[GradientSync]) -> None:
     share_comm_ctx([sync.units[-1] for sync in syncs])
 
 
-def _prefetch_backward(units: Sequence[FSDPModule]) -> None:
+def _prefetch_backward(units: Sequence[FSDPModule], experts: Collection[nn.Module]) -> None:
     """While a unit computes its backward, gather the one before it; `units` in the order of the forward, root last.
 
-    `units` are those that have a backward.
+    `units` are those that have a backward. Experts are part of the block before them in that order, and gathered with
+    it: backward comes to them when it has hardly begun with the block.
 
     FSDP2's own guess takes the order of all forwards of the step for one chain, so that the first unit of a
     microbatch gathers the last unit of another one for nothing. The first unit names itself, which is a way to say
     none.
     """
-    for unit, before in zip(units, [units[0], *units], strict=False):
-        unit.set_modules_to_backward_prefetch([before])
+    before: list[FSDPModule] = []
+    for unit in units:
+        if unit in experts:
+            unit.set_modules_to_backward_prefetch([unit])
+            before.append(unit)
+        else:
+            unit.set_modules_to_backward_prefetch(before or [unit])
+            before = [unit]
 
 
 def _has_no_backward(module: nn.Module, members: list[str]) -> bool:

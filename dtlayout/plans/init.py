@@ -72,15 +72,20 @@ def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """Fill a tensor or this rank's shard of a DTensor with the deviates of (seed, name), mean 0."""
     local, offset = find_place(parameter)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
-    rows = local.view(-1, local.shape[-1]) if local.dim() != 2 else local
-    assert local.dim() <= 2, "weights are vectors and matrices"
-    columns = torch.arange(rows.shape[1], device=local.device) + offset[-1]
-    first_row = offset[0] if local.dim() == 2 else 0
+    columns = torch.arange(local.shape[-1], device=local.device) + offset[-1]
+    first_of_row = _number_rows(parameter.shape, local.shape, offset, local.device) * parameter.shape[-1]
+    rows = local.view(-1, local.shape[-1])
     step = max(1, CHUNK // max(1, rows.shape[1]))
-    for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step]
-        row_numbers = torch.arange(start, start + part.shape[0], device=local.device) + first_row
-        part.copy_(std * _normal(key, row_numbers[:, None] * parameter.shape[-1] + columns))
+    for part, first in zip(rows.split(step), first_of_row.split(step), strict=True):
+        part.copy_(std * _normal(key, first[:, None] + columns))
+
+
+def _number_rows(whole: Sequence[int], part: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+    """Number of each of a part's rows among those of the whole tensor; a row lies along the last dimension."""
+    numbers = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, own, first in zip(whole[:-1], part[:-1], offset[:-1], strict=True):
+        numbers = (numbers[:, None] * size + torch.arange(own, device=device) + first).flatten()
+    return numbers
 
 
 def _normal(key: int, positions: Tensor) -> Tensor:

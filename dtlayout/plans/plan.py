@@ -21,16 +21,17 @@ each microbatch:
 | head | two all-reduces, of one and of two numbers a token | all-reduce |
 | head-gather | all-gather, and these two | reduce-scatter |
 | head-norm | | (weight gradients: an all-reduce when gradients are synchronised) |
+| router | | (weight gradients: an all-reduce when gradients are synchronised) |
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY
 from dtlayout.models.families import describe
-from dtlayout.models.operations import Linear, Norm
+from dtlayout.models.operations import Linear, Norm, Operation
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
@@ -40,7 +41,7 @@ from dtlayout.spec.recompute import Recompute
 
 TensorStyle = Literal[
     "colwise", "rowwise", "rowwise-scatter", "rowwise-overlap", "embedding", "embedding-scatter", "input",
-    "input-gather", "input-overlap", "sequence", "head", "head-gather", "head-norm",
+    "input-gather", "input-overlap", "sequence", "head", "head-gather", "head-norm", "router",
 ]  # fmt: skip
 
 
@@ -76,11 +77,17 @@ class Plan(Offload):
     """Modules that torch.compile gets: each of the blocks, the loss, the whole, or none."""
     frozen: tuple[str, ...] = ()
     """Patterns of the parameters that are not trained: they have no gradient, no reduction and no optimizer state."""
+    experts: str = ""
+    """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
+    shards them (`needs_expert_mesh`)."""
+    counters: tuple[str, ...] = ()
+    """Patterns of the parameters that no gradient moves, and of which each rank has all."""
 
     def __str__(self) -> str:
         rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
         rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
         rows += [(pattern, "frozen") for pattern in self.frozen]
+        rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
         rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
@@ -102,25 +109,35 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
     """The plan of a model for a legal layout."""
     # Tied weights are one parameter and a parameter has one unit: with them embedding and head stay with the root.
     ends = () if model.tied_embeddings else ((EMBEDDING,), (FINAL_NORM, HEAD))
+    described = describe(model)
+    experts = f"{BLOCKS}.{described.experts.module}" if described.experts and needs_expert_mesh(model, layout) else ""
     return Plan(
         tensor=tensor_styles(model, layout),
         context=context_styles(layout),
         attention=kernels.attention,
         blocks=BLOCKS,
         recompute=Recompute.parse(layout.recompute),
-        units=((BLOCKS,), *ends),
+        units=(*((experts,),) * bool(experts), (BLOCKS,), *ends),
         zero=layout.zero,
         precision=precision,
         offload=layout.offload,
         compile=kernels.compile,
         frozen=find_frozen(model),
+        experts=experts,
+        counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
     )
+
+
+def needs_expert_mesh(model: ModelShape, layout: Layout) -> bool:
+    """Whether experts are spread over other ranks than the rest is: ep splits them, and tp only shares their tokens."""
+    return model.experts is not None and (layout.ep > 1 or layout.tp > 1)
 
 
 def find_frozen(model: ModelShape) -> tuple[str, ...]:
     """Patterns of the parameters that the model's description does not train, in its order."""
-    described = describe(model)
-    in_blocks = (f"{BLOCKS}.{weight.name}" for weight in described.block_weights if not weight.trains)
+    described, blocks = describe(model), _list_blocks(model)
+    weights = ((pattern, weight) for pattern, operations in blocks for each in operations for weight in each.weights)
+    in_blocks = (f"{pattern}.{weight.name}" for pattern, weight in weights if not weight.trains)
     ends = (described.embedding, *described.final_norm.weights, described.head)
     return (*in_blocks, *(weight.name for weight in ends if not weight.trains))
 
@@ -133,21 +150,31 @@ def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
     opening: TensorStyle = "input-overlap" if layout.overlaps_tp else "input-gather" if scatter else "input"
     closing: TensorStyle = "rowwise-overlap" if layout.overlaps_tp else "rowwise-scatter" if scatter else "rowwise"
     styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
-    for operation in describe(model).block:
-        match operation:
-            case Norm(is_of_heads=True):
-                styles[f"{BLOCKS}.{operation.module}"] = "head-norm"
-            case Norm() if scatter:
-                styles[f"{BLOCKS}.{operation.module}"] = "sequence"
-            case Linear(style="colwise"):
-                branch = operation.module.rpartition(".")[0]
-                styles.setdefault(f"{BLOCKS}.{branch}", opening)
-                styles[f"{BLOCKS}.{operation.module}"] = "colwise"
-            case Linear(style="rowwise"):
-                styles[f"{BLOCKS}.{operation.module}"] = closing
+    for blocks, operations in _list_blocks(model):
+        for operation in operations:
+            match operation:
+                case Norm(is_of_heads=True):
+                    styles[f"{blocks}.{operation.module}"] = "head-norm"
+                case Norm() if scatter:
+                    styles[f"{blocks}.{operation.module}"] = "sequence"
+                case Linear(style="colwise"):
+                    branch = operation.module.rpartition(".")[0]
+                    styles.setdefault(f"{blocks}.{branch}", opening)
+                    styles[f"{blocks}.{operation.module}"] = "colwise"
+                case Linear(style="rowwise"):
+                    styles[f"{blocks}.{operation.module}"] = closing
+                case Linear(style="replicated"):
+                    styles[f"{blocks}.{operation.module}"] = "router"
     if scatter:
         styles[FINAL_NORM] = "sequence"
     return styles | {HEAD: "head-gather" if scatter else "head"}
+
+
+def _list_blocks(model: ModelShape) -> Iterator[tuple[str, tuple[Operation, ...]]]:
+    """Pattern of blocks, and operations of each; first blocks without experts are named one by one."""
+    for number in range(model.num_first):
+        yield BLOCKS.replace("*", str(number)), describe(model.kind_of(number)).block
+    yield BLOCKS, describe(model).block
 
 
 def context_styles(layout: Layout) -> dict[str, str]:
@@ -169,3 +196,9 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
     """
     expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
     return [name for name in names if expression.fullmatch(name)]
+
+
+def list_parameters(module: Any, patterns: Iterable[str]) -> list[str]:
+    """Names of a torch module's parameters that some pattern means."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return [name for pattern in patterns for name in match_names(pattern, names)]

@@ -156,6 +156,19 @@ class _ShardedRMSNorm(RMSNorm):
         return self.function(x, local(self.weight, Partial()), self.eps)
 
 
+class Router(ParallelStyle):
+    """Style of an `nn.Linear` of this rank's tokens, whose weight's gradient is a term of a sum over tp."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _ReplicatedLinear
+        return distribute_module(module, device_mesh)  # it replicates the weight
+
+
+class _ReplicatedLinear(SplittableLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, local(self.weight, Partial()))
+
+
 class VocabParallelEmbedding(_CollectiveStyle):
     """Splits an embedding by rows: each rank looks up its own tokens; their sum over tp comes whole or sharded.
 
@@ -265,4 +278,5 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": HeadNorm,
+    "router": Router,
 }

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.mesh.axes import PP
-from dtlayout.mesh.build import build_mesh, open_reduction_group
+from dtlayout.mesh.build import build_expert_mesh, build_mesh, open_reduction_group
 from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
@@ -66,8 +66,9 @@ def assemble(
         build_stage(model, kernels, precision, batch, slices[stage], left_out) for stage in stages
     ]
     reduction_group = open_reduction_group(mesh, timeout_s)
+    experts = build_expert_mesh(layout, device_type, timeout_s) if plan.experts else None
     kept = ActivationOffloader(device_type) if plan.offloads_activations else None
-    sync = [apply_plan(module, plan, mesh, reduction_group, kept) for module in modules]
+    sync = [apply_plan(module, plan, mesh, reduction_group, kept, experts) for module in modules]
     share_context(sync)
     give_weights(modules, model, seed, "cpu" if plan.offloads_state else device_type)
     if plan.offloads_state:

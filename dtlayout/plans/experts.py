@@ -1,0 +1,118 @@
+"""Expert parallelism: ep's ranks split the experts of a block, and copies of tokens travel to them and back.
+
+Each rank sorts copies of its tokens by expert, so that those for a rank's experts lie together. Two all-to-alls bring
+them there, with their scores in a small third one, and bring the results back; backward has the same. Ranks first tell
+each other how many copies come. The host reads these numbers, since it has to say how large the results will be.
+
+Legend: D model width, E experts, e = E / ep of them on a rank, R copies of tokens, N copies that a rank gets.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dtlayout.mesh.axes import CP, TP
+from dtlayout.models.feed_forward import Bring, Mixture, StackedFeedForward
+from dtlayout.ops.grouped import StackedLinear
+from dtlayout.ops.routing import invert, permute
+from dtlayout.plans.collectives import Group, Moved, wait
+from dtlayout.plans.plan import match_names
+
+_operators = torch.ops._c10d_functional
+ReadCounts = Callable[[Tensor, Tensor], tuple[list[int], list[int]]]
+"""(copies [ep, e] for each rank's experts, copies [ep, e] from each rank) → how many go to each rank, and come."""
+
+
+def split_experts(module: nn.Module, pattern: str, ep_mesh: DeviceMesh) -> None:
+    """Split the stacks of the experts that `pattern` names over ep, and have tokens go to them and come back."""
+    names = match_names(pattern, [name for name, _ in module.named_modules()])
+    for experts in (module.get_submodule(name) for name in names):
+        assert isinstance(experts, StackedFeedForward), "the pattern names stacks of experts"
+        experts.exchange = TokenExchange(Group.of(ep_mesh))
+        for stack in (part for part in experts.modules() if isinstance(part, StackedLinear)):
+            stack.__class__ = _SplitStack
+            stack.weight = nn.Parameter(distribute_tensor(stack.weight, ep_mesh, [Shard(0)]))
+
+
+class _SplitStack(StackedLinear):
+    def forward(self, x: Tensor, ends: Tensor, scores: Tensor | None = None) -> Tensor:
+        assert isinstance(self.weight, DTensor), "ep makes it one"
+        return self.multiply(x, self.weight.to_local(), ends, self.kernel, scores)
+
+
+def read_counts(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+    """Copies for each rank and from each rank; the host waits for the device."""
+    to_ranks, from_ranks = torch.stack([sent, received]).sum(-1).tolist()
+    return to_ranks, from_ranks
+
+
+class TokenExchange:
+    """The `exchange` of a block's experts that ep's ranks split."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.read_counts: ReadCounts = read_counts
+        """Dry runs, in which tensors have no numbers, replace it."""
+
+    def __call__(self, x_RD: Tensor, scores_R: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Bring]:
+        sent = ends_E.diff(prepend=ends_E.new_zeros(1)).unflatten(0, (self.group.size, -1))
+        equal = [1] * self.group.size
+        received = _exchange(sent, equal, equal, self.group)
+        to_ranks, from_ranks = self.read_counts(sent, received)
+        there = partial(_exchange, to_ranks=to_ranks, from_ranks=from_ranks)
+        back = partial(_exchange, to_ranks=from_ranks, from_ranks=to_ranks)
+        x_ND = Moved.apply(x_RD, self.group, _in_turn(there), _in_turn(back))
+        scores_N = Moved.apply(scores_R, self.group, _in_turn(there), _in_turn(back))
+        order, ends = _order_by_expert(received, sum(from_ranks))
+        inverse = invert(order)
+
+        def bring_back(results_ND: Tensor) -> Tensor:
+            by_rank_ND = permute(results_ND, inverse, order)
+            results_RD: Tensor = Moved.apply(by_rank_ND, self.group, _in_turn(back), _in_turn(there))
+            return results_RD
+
+        return permute(x_ND, order, inverse), permute(scores_N, order, inverse), ends, bring_back
+
+
+def _order_by_expert(received: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
+    """Order [N] that brings copies, which come rank by rank, together by expert, and the ends [e] of each expert's."""
+    num_ranks, num_experts = received.shape
+    numbers = torch.arange(num_experts, device=received.device).repeat(num_ranks)
+    expert_of_N = numbers.repeat_interleave(received.flatten(), output_size=num_copies)
+    return expert_of_N.argsort(stable=True), received.sum(0).cumsum(0).to(torch.int32)
+
+
+def _in_turn(exchange: Callable[..., Tensor]) -> Callable[[Tensor, Group], Tensor]:
+    return lambda x, group: exchange(x, group=group)
+
+
+def _exchange(x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Tensor:
+    """Rows that came from each rank, one after the other, for rows that go to each."""
+    return wait(_operators.all_to_all_single(x.contiguous(), [*from_ranks], [*to_ranks], group.name))
+
+
+def share_counts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Have balance losses count the tokens of a whole microbatch, which the ranks of cp and tp share."""
+    if mesh[CP].size() * mesh[TP].size() == 1:
+        return
+    axes = [axis for axis in (CP, TP) if mesh[axis].size() > 1]
+    group = Group.of(mesh[axes[0]] if len(axes) == 1 else mesh[CP, TP]._flatten("tokens"))
+
+    def sum_counts(counts_E: Tensor) -> Tensor:
+        return wait(_operators.all_reduce(counts_E.contiguous(), "sum", group.name))
+
+    for mixture in (part for part in module.modules() if isinstance(part, Mixture)):
+        mixture.counts.sum_counts = sum_counts
+
+
+def place_shards(stack: nn.Parameter, mesh: DeviceMesh) -> Shard:
+    """FSDP2's placement of a stack: whole experts, or rows of their matrices where there are more ranks than experts.
+
+    Its last axis shards the stack.
+    """
+    num_experts = stack.to_local().shape[0] if isinstance(stack, DTensor) else stack.shape[0]
+    return Shard(1) if num_experts < mesh.shape[-1] else Shard(0)
