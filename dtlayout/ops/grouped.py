@@ -1,0 +1,194 @@
+"""Matmuls of a mixture's experts: rows that lie together by expert, each times the matrix of its expert.
+
+Where an expert's rows end is known on the device alone, so `grouped` launches one kernel for all experts and waits for
+nothing. `loop` reads the ends, and multiplies one expert after the other.
+
+Autograd's own backward of `torch._grouped_mm` refuses gradients that are not contiguous, and keeps what it multiplied.
+`multiply_groups` keeps the rows as they came and their scores, and computes their product again.
+
+Legend: R rows, D width of a row, N width of a result, E experts.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+
+class GroupedMatmul(NamedTuple):
+    """A kernel of the experts' matmuls, which autograd does not look into."""
+
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Rows [R, D], weights [E, N, D] and ends [E] → [R, N]: each row times its expert's matrix, transposed.
+
+    `ends` are int32, on the device of the rows: the number of rows up to each expert's last. The last one is R.
+    """
+    weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Gradient of the result [R, N], rows [R, D] and ends [E] → gradient of the weights [E, N, D], which is 0 where an
+    expert has no rows."""
+
+
+MakeGradient = Callable[[], Tensor]
+"""A function that computes the gradient of stacked weights, [E, N, D]."""
+
+
+def multiply_groups(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    kernel: GroupedMatmul,
+    scores: Tensor | None = None,
+    delay: Callable[[MakeGradient], Tensor | None] = lambda make: make(),
+) -> Tensor:
+    """Each row of x [R, D] times its expert's matrix of weight [E, N, D], transposed → [R, N].
+
+    The first `ends[0]` rows are the first expert's, and so on; `ends` [E] are int32, and the last is R. With `scores`
+    [R], in fp32 or finer, a row is multiplied by its score first, and rounded to the format of x. Backward hands
+    `delay` how the weight's gradient is made, and takes what it returns: the gradient, or None where it comes later.
+    """
+    assert x.shape[1:] == weight.shape[2:] and ends.shape == weight.shape[:1], "sizes of rows, weights and ends agree"
+    assert ends.dtype == torch.int32 and (scores is None or scores.shape == x.shape[:1])
+    output: Tensor = _MultiplyGroups.apply(x, weight, ends, scores, kernel, delay)
+    return output
+
+
+class StackedLinear(nn.Module):
+    """A linear layer without bias for each expert, of one weight [E, N, D]; who makes it gives the initial values."""
+
+    multiply: Callable[..., Tensor] = staticmethod(multiply_groups)
+    """`multiply_groups`, or a function that computes the same."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, kernel: GroupedMatmul, dtype: torch.dtype
+    ):
+        super().__init__()
+        self.kernel = kernel
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype))
+
+    def forward(self, x: Tensor, ends: Tensor, scores: Tensor | None = None) -> Tensor:
+        """`multiply_groups` with the weight of this layer."""
+        return self.multiply(x, self.weight, ends, self.kernel, scores)
+
+
+class _MultiplyGroups(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        scores: Tensor | None,
+        kernel: GroupedMatmul,
+        delay: Callable[[MakeGradient], Tensor | None],
+    ) -> Tensor:
+        of_x, of_weight, _, of_scores, *_ = ctx.needs_input_grad
+        ctx.kernel, ctx.delay = kernel, delay
+        ctx.save_for_backward(
+            x if of_weight or of_scores else None,
+            weight if of_x or of_scores else None,
+            ends,
+            scores if of_x or of_weight or of_scores else None,
+        )
+        return kernel.multiply(_scaled(x, scores), weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends, scores = ctx.saved_tensors
+        of_x, of_weight, _, of_scores, *_ = ctx.needs_input_grad
+        gradient = _in_rows(gradients[0])
+        made: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if of_x or of_scores:
+            product = ctx.kernel.multiply(gradient, weight.mT, ends)  # gradient of the rows times their scores
+            made[0] = _scaled(product, scores) if of_x else None
+            made[3] = _sum_products(product, x, scores) if of_scores else None
+        if of_weight:
+            # Saved as it was, x would keep the graph behind it.
+            kept = (x.detach(), None if scores is None else scores.detach())
+            made[1] = ctx.delay(partial(_differentiate_weight, ctx.kernel, gradient, *kept, ends))
+        return tuple(made)
+
+
+def _scaled(x: Tensor, scores: Tensor | None) -> Tensor:
+    return x if scores is None else (x * scores[:, None]).to(x.dtype)
+
+
+def _sum_products(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+    """Sum over each row of the products of two tensors [R, D], in fp32 or finer; then in the format of `like`."""
+    exact = torch.promote_types(like.dtype, torch.float32)
+    return (left.to(exact) * right).sum(-1).to(like.dtype)
+
+
+def _differentiate_weight(
+    kernel: GroupedMatmul, gradient: Tensor, x: Tensor, scores: Tensor | None, ends: Tensor
+) -> Tensor:
+    return kernel.weight_gradient(gradient, _scaled(x, scores), ends)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The tensor [R, D] with one row behind the other.
+
+    torch._grouped_mm refuses other strides, such as those of a gradient that is an expanded sum, also without rows.
+    """
+    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(_in_rows(x), weight.mT, offs=ends)
+
+
+def _differentiate_grouped(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    made = torch._grouped_mm(_in_rows(gradient).t(), _in_rows(x), offs=ends)
+    if made.device.type == "cuda" and _leaves_garbage(made.device):
+        made.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    return made
+
+
+@cache
+def _leaves_garbage(device: torch.device) -> bool:
+    """Whether the gradient of an expert without rows is what its memory held before: Blackwell, pytorch issue 172439."""
+    return torch.cuda.get_device_capability(device)[0] >= 10
+
+
+# Operators, so that torch.compile does not look for the ends, and recomputation can keep a result by its name.
+@torch.library.custom_op("dtlayout::multiply_groups", mutates_args=())
+def _multiply_in_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result = x.new_empty(x.shape[0], weight.shape[1])
+    for expert, rows in enumerate(_groups(ends, x.shape[0])):
+        torch.mm(x[rows], weight[expert].t(), out=result[rows])
+    return result
+
+
+@torch.library.custom_op("dtlayout::differentiate_groups", mutates_args=())
+def _differentiate_in_loop(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    result = x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+    for expert, rows in enumerate(_groups(ends, x.shape[0])):
+        torch.mm(gradient[rows].t(), x[rows], out=result[expert])
+    return result
+
+
+@_multiply_in_loop.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_differentiate_in_loop.register_fake
+def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+
+
+def _groups(ends: Tensor, num_rows: int) -> Iterator[slice]:
+    """Rows of each expert."""
+    begin = 0
+    for end in ends.tolist():
+        yield slice(begin, end)
+        begin = end
+    assert begin == num_rows, f"{begin} of {num_rows} rows have an expert"
+
+
+GROUPED = GroupedMatmul(_multiply_grouped, _differentiate_grouped)
+"""PyTorch's grouped matmul; rows of both widths are a multiple of 16 bytes."""
+LOOP = GroupedMatmul(_multiply_in_loop, _differentiate_in_loop)
+"""One matmul after the other."""
