@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import register_op_impl
 from torch.autograd import Function
 
 
@@ -148,8 +149,17 @@ def _differentiate_grouped(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @cache
 def _leaves_garbage(device: torch.device) -> bool:
-    """Whether the gradient of an expert without rows is what its memory held before: Blackwell, pytorch issue 172439."""
-    return torch.cuda.get_device_capability(device)[0] >= 10
+    """Whether the gradient of an expert without rows is what its memory held: on Blackwell, pytorch issue 172439."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+@register_op_impl(torch.ops.aten._grouped_mm.default)
+def _grouped_on_fake(mode: Any, operator: Any, left: Tensor, right: Tensor, offs: Tensor | None = None) -> Any:
+    """The result's shape in the formats that CPUs compute and torch's own fake of this operator refuses."""
+    if left.dtype == torch.bfloat16:
+        return NotImplemented
+    groups = [len(offs)] if offs is not None and right.dim() == 2 else []
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
 # Operators, so that torch.compile does not look for the ends, and recomputation can keep a result by its name.
