@@ -79,9 +79,9 @@ def build_expert_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) 
     names = (PP, "expert_copies", "expert_shards", "ep")
     meshes = _meshes.setdefault(_get_default_store(), {})
     sizes = (layout.pp, copies, shards, layout.ep)
-    mesh = meshes.get((device_type, names, *sizes))
-    if mesh is None:
-        mesh = meshes[device_type, names, *sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    key = (device_type, "experts", *sizes)
+    if (mesh := meshes.get(key)) is None:
+        mesh = meshes[key] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for group in mesh.get_all_groups() if timeout_s else ():
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     sharded = mesh["expert_shards"] if copies == 1 else mesh["expert_copies", "expert_shards"]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dtlayout.ops.balance import RoutingCounts, attach_losses
-from dtlayout.ops.grouped import StackedLinear
+from dtlayout.ops.grouped import LOOP, StackedLinear
 from dtlayout.ops.linear import Project, project
 from dtlayout.ops.routing import Order, choose, score, weigh
-from dtlayout.spec.kernel_table import ExpertsKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernel_table import SwigluKernel, find_kernel
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.model_shape import ModelShape
 
@@ -66,7 +66,7 @@ class Mixture(nn.Module):
         scores_TE = score(logits_TE, self.rules)
         experts_TK = choose(scores_TE, self.rules, self.correction_bias)
         order = Order.by_expert(experts_TK, self.rules.number)
-        scores_TE = attach_losses(logits_TE, scores_TE, order.ends_E, self.counts)
+        scores_TE = attach_losses(logits_TE, scores_TE, order.ends, self.counts)
         summed_TD = self.experts(x_TD, weigh(scores_TE, experts_TK, self.rules), order)
         return summed_TD.view_as(x_BSD) if of_shared is None else summed_TD.view_as(x_BSD) + of_shared
 
@@ -78,7 +78,7 @@ class StackedFeedForward(nn.Module):
         super().__init__()
         assert shape.experts is not None, "only a block with experts has a mixture"
         number, width, inner = shape.experts.number, shape.hidden_size, shape.experts.ffn_size
-        kernel = find_kernel(ExpertsKernel, kernels.experts).load()
+        kernel = LOOP
         self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
         self.exchange: Exchange = stay
         self.gate_proj = StackedLinear(number, width, inner, kernel, dtype)
@@ -87,7 +87,7 @@ class StackedFeedForward(nn.Module):
 
     def forward(self, x_TD: Tensor, scores_TK: Tensor, order: Order) -> Tensor:
         """Each token's sum [T, D] of its experts' results, weighed by its scores."""
-        x_RD, scores_R, ends_E, bring_back = self.exchange(order.copy(x_TD), order.sort(scores_TK), order.ends_E)
+        x_RD, scores_R, ends_E, bring_back = self.exchange(order.copy(x_TD), order.sort(scores_TK), order.ends)
         inner_RF = self.swiglu(self.gate_proj(x_RD, ends_E), self.up_proj(x_RD, ends_E))
         return order.add_up(bring_back(self.down_proj(inner_RF, ends_E, scores_R)))
 

@@ -1,7 +1,8 @@
 """Llama on one device: HF's parameter names and RoPE convention, attention through SDPA, no parallelism.
 
-`Llama` → `Decoder` (embedding, blocks, final norm) → `Block` → `Attention`, and `FeedForward` or `Mixture`. A pipeline stage is a Llama
-that holds only some of the blocks; blocks keep their index in the whole model, so names are the same in every layout.
+`Llama` → `Decoder` (embedding, blocks, final norm) → `Block` → `Attention`, and `FeedForward` or `Mixture`. A pipeline
+stage is a Llama that holds only some of the blocks; blocks keep their index in the whole model, so names are the same
+in every layout.
 
 Legend: B batch, S sequence, D model width, H query heads, G key-value heads, K head width, V vocabulary.
 """

@@ -52,11 +52,11 @@ def weigh(scores_TE: Tensor, experts_TK: Tensor, rules: Experts) -> Tensor:
 class Order(NamedTuple):
     """Order of tokens' copies by expert."""
 
-    order_R: Tensor
+    order: Tensor
     """Place among the experts of all tokens, t·K + k, of each copy."""
-    inverse_R: Tensor
+    inverse: Tensor
     """Place of each of these among the copies."""
-    ends_E: Tensor
+    ends: Tensor
     """Copies up to and with those of each expert, int32."""
     per_token: int
     """K, the copies of a token."""
@@ -71,15 +71,15 @@ class Order(NamedTuple):
 
     def copy(self, x_TD: Tensor) -> Tensor:
         """A copy [R, D] of its token for each expert."""
-        return _Copy.apply(x_TD, self.order_R, self.inverse_R, self.per_token)
+        return _Copy.apply(x_TD, self.order, self.inverse, self.per_token)
 
     def add_up(self, x_RD: Tensor) -> Tensor:
         """Sum [T, D] of the copies of each token."""
-        return _AddUp.apply(x_RD, self.order_R, self.inverse_R, self.per_token)
+        return _AddUp.apply(x_RD, self.order, self.inverse, self.per_token)
 
     def sort(self, values_TK: Tensor) -> Tensor:
         """A value for each expert of each token, [R], in the order of copies."""
-        return permute(values_TK.flatten(), self.order_R, self.inverse_R)
+        return permute(values_TK.flatten(), self.order, self.inverse)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
