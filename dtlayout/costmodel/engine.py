@@ -20,7 +20,7 @@ from dtlayout.spec.cluster import Gpu, gpu_named
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout_keys import OFFLOADS
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
 from dtlayout.spec.recompute import Recompute
 
@@ -32,7 +32,10 @@ DATA_PARALLEL = ("replicated", "hybrid", "sharded")
 """Kinds of data parallelism: no ranks share the state, those of each group do, or all do."""
 
 
-_MODEL_KEYS = [f.name for f in fields(ModelShape) if f.default is not MISSING]
+_MODEL_DEFAULTS = {f.name: f.default for f in fields(ModelShape) if f.default is not MISSING} | {
+    f"experts.{f.name}": f.default for f in fields(Experts) if f.default is not MISSING
+}
+"""Key of [model] that may be left out → its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,7 @@ class Features:
     def __post_init__(self) -> None:
         known = {
             "axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS,
-            "data_parallel": DATA_PARALLEL, "other_reduces": BYTES, "untrained": _MODEL_KEYS,
+            "data_parallel": DATA_PARALLEL, "other_reduces": BYTES, "untrained": _MODEL_DEFAULTS,
         }  # fmt: skip
         problems = [
             f"features.{field}: {name!r} is unknown; use some of {list(names)}"
@@ -181,6 +184,16 @@ class Features:
             return {}
         usual = next(name for name, size in BYTES.items() if size == self.gradient_bytes)
         return {"params": ("float32",), "compute": ("bfloat16",), "reduce": (usual, *self.other_reduces)}
+
+    def find_untrained(self, model: ModelShape) -> list[tuple[str, Any, Any]]:
+        """Key, value and default of each key of [model] that the program is predicted with, but cannot train."""
+        values = [(name, self._read(model, name), _MODEL_DEFAULTS[name]) for name in self.untrained]
+        return [(name, value, default) for name, value, default in values if value not in (None, default)]
+
+    @staticmethod
+    def _read(model: ModelShape, name: str) -> Any:
+        section, _, key = name.rpartition(".")
+        return getattr(getattr(model, section) if section else model, key, None)
 
     @property
     def kind_of_constants(self) -> type["Constants"]:

@@ -29,6 +29,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
         *_check_sequence_parallel(engine, layout),
         *_check_stages(engine, layout, model),
         *_check_tokens_of_experts(layout, model),
+        *_check_copies_of_experts(engine, layout, model),
     ])  # fmt: skip
 
 
@@ -42,7 +43,9 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
     asked = layout.effective
     if model.experts is None:  # a rule of the layout refuses ep then
         asked = replace(asked, ep=1)
-    lacks = describe([*check_matmuls(engine, precision), *_check_untrained(engine, model)])
+    lacks = describe([
+        *check_matmuls(engine, precision), *_check_untrained(engine, model), *_check_dispatcher(asked)
+    ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
 
@@ -142,6 +145,15 @@ def _check_tokens_of_experts(layout: Layout, model: ModelShape) -> list[Refusal]
     return [Refusal("sequence_parallel", what, "use sequence_parallel=true")]
 
 
+def _check_copies_of_experts(engine: Engine, layout: Layout, model: ModelShape) -> list[Refusal]:
+    """Copies of FSDP2's shards have all experts each: ep splits them among the ranks of one copy."""
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    if not model.experts or engine.features.sharding != "fsdp2" or not ranks % layout.ep:
+        return []
+    what = f"ep={layout.ep} does not divide dp_shard * cp * tp={ranks}, and copies of dp_replicate share no experts"
+    return [Refusal("ep", what, "use a divisor, or dp_replicate=1")]
+
+
 def _check_model(engine: Engine, model: ModelShape) -> list[Refusal]:
     """The engine has ep where the model has a part that needs it."""
     return [
@@ -153,12 +165,19 @@ def _check_model(engine: Engine, model: ModelShape) -> list[Refusal]:
 
 def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
     """Keys of the model that the engine cannot train are at their defaults."""
-    values = ((name, getattr(model, name), getattr(ModelShape, name)) for name in engine.features.untrained)
     return [
-        _only_predicted(f"model.{name}={show_value(value)}", f"use {name}={show_value(default)}")
-        for name, value, default in values
-        if value != default
+        _only_predicted(f"model.{name}", "use a model without")
+        if default is None
+        else _only_predicted(f"model.{name}={show_value(value)}", f"use {name}={show_value(default)}")
+        for name, value, default in engine.features.find_untrained(model)
     ]
+
+
+def _check_dispatcher(layout: Layout) -> list[Refusal]:
+    """Copies of tokens go to the experts by all-to-alls."""
+    if not layout.sends_tokens_once:
+        return []
+    return [_only_predicted("layout.ep_dispatcher=deepep", "use layout.ep_dispatcher=alltoall")]
 
 
 def _lack(engine: Engine, asked: str, advice: str) -> Refusal:
