@@ -22,7 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.mesh.axes import CP, TP
 from dtlayout.mesh.build import ExpertMesh
+from dtlayout.models.feed_forward import Mixture
 from dtlayout.ops.loss import Head
+from dtlayout.plans.collectives import name_all_to_all, name_operator
 from dtlayout.plans.context import ATTENTION_OPERATOR, apply_context
 from dtlayout.plans.experts import share_counts, split_experts
 from dtlayout.plans.fsdp import GradientSync, shard
@@ -56,8 +58,9 @@ def apply_plan(
     if plan.offloads_activations and kept is None:
         kept = ActivationOffloader(mesh.device_type)
     prepare_blocks(
-        module, plan.blocks, plan.recompute, attention=plan.attention, compiles=plan.compile == "blocks", kept=kept
-    )
+        module, plan.blocks, plan.recompute, attention=plan.attention, compiles=plan.compile == "blocks", kept=kept,
+        ep_group="" if experts is None else experts.ep.get_group().group_name,
+    )  # fmt: skip
     compile_rest(module, plan.compile)
     return shard(module, plan, mesh, reduction_group, experts)
 
@@ -90,9 +93,11 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 def prepare_blocks(
     module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool, kept: ActivationOffloader | None = None,
-    attention: str = "",
+    attention: str = "", ep_group: str = "",
 ) -> None:  # fmt: skip
     """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
+
+    `attention` is the blocks' kernel, `ep_group` the name of the group that splits their experts.
 
     Selective recomputation is part of what is compiled, which must know the operations that are kept. Recomputation in
     full runs what is compiled a second time: compiled together they fail on tensors that tp shards.
@@ -105,14 +110,16 @@ def prepare_blocks(
                 f"plan.blocks={blocks!r} matches {name!r}, whose last part is no number; name the blocks"
             )
         block, is_covered = module.get_submodule(name), recompute.covers(int(number))
+        has_experts = any(isinstance(part, Mixture) for part in block.modules())
+        operators = _name_kept(recompute.kept, attention, ep_group) | (_CHOICES if has_experts else set())
+        # What is compiled hands autograd all that it keeps.
+        keeps = {"context_fn": partial(_keep_results, operators, None if compiles else kept)}
         if is_covered and recompute.is_selective:
-            # What is compiled hands autograd all that it keeps.
-            keeps = partial(_keep_results, recompute.kept, attention, None if compiles else kept)
-            block.forward = _checkpointed(block.forward, context_fn=keeps)
+            block.forward = _checkpointed(block.forward, **keeps)
         if compiles:
             block.forward = torch.compile(block.forward)
         if is_covered and not recompute.is_selective:
-            block.forward = _checkpointed(block.forward)
+            block.forward = _checkpointed(block.forward, **keeps if has_experts else {})
         if kept is not None:
             block.forward = kept.wrap(block.forward, block, is_first=name == names[0], is_last=name == names[-1])
 
@@ -135,7 +142,7 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
             head.token_losses = torch.compile(head.token_losses)
 
 
-_MATMULS = {"aten.mm.default", "aten.addmm.default"}
+_MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default"}
 _PIECES = {"aten.bmm.default"}
 _REDUCTIONS = {
     "_c10d_functional.reduce_scatter_tensor.default",
@@ -144,22 +151,33 @@ _REDUCTIONS = {
 }
 """Operators whose results selective recomputation always keeps. The all-gather is none of them: what sequence
 parallelism shards would lie there whole."""
+_CHOICES = {"aten.topk.default"}
+"""Operators whose results every recomputation of a block with experts keeps: another choice would be another model."""
 
 
-def _keep_results(kept: Collection[Kept], attention: str, on_host: ActivationOffloader | None) -> tuple[Any, Any]:
-    """By name, since not every operator is there before documents come: ops/varlen.py.
+def _name_kept(kept: Collection[Kept], attention: str, ep_group: str) -> set[str]:
+    """Names of the operators whose results a recomputation keeps; none where it keeps nothing.
 
-    What computes scores as matmuls has an operator that others have too: where another kernel is the blocks'
-    `attention`, it is no attention but a piece of a matmul that tp overlaps.
+    By name, since not every operator is there before documents come: ops/varlen.py. What computes scores as matmuls has
+    an operator that others have too: where another kernel is the blocks' `attention`, it is no attention but a piece of
+    a matmul that tp overlaps. With matmuls goes what experts get of ep's ranks.
     """
+    if not kept:
+        return set()
     kernels = [each for each in list_kernels(AttentionKernel) if attention in ("", each.name) or not each.holds_scores]
     operators = {ATTENTION_OPERATOR, *(operator for each in kernels for operator in each.operators)}
-    by_kind: dict[Kept, set[str]] = {"matmuls": _MATMULS | (_PIECES - operators), "attention": operators}
-    operations = _REDUCTIONS.union(*(by_kind[kind] for kind in kept))
-    if on_host is not None:
-        return keep_results(operations, on_host)
+    matmuls = _MATMULS | (_PIECES - operators) | {name_all_to_all(ep_group)}
+    by_kind: dict[Kept, set[str]] = {"matmuls": matmuls, "attention": operators}
+    return _REDUCTIONS.union(*(by_kind[kind] for kind in kept))
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if str(operation) in operations else CheckpointPolicy.PREFER_RECOMPUTE
+
+def _keep_results(operators: Collection[str], on_host: ActivationOffloader | None) -> tuple[Any, Any]:
+    """Contexts of a forward and of its recomputation, in which results of these operators are kept."""
+    if on_host is not None:
+        return keep_results(operators, on_host)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = name_operator(operator, args) in operators
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -123,3 +123,13 @@ def begin_scatter(x: Tensor, group: Group) -> Tensor:
 def wait(x: Tensor) -> Tensor:
     """The result of a collective that was begun, once it is there."""
     return _operators.wait_tensor(x)
+
+
+def name_operator(operator: Any, args: Sequence[Any]) -> str:
+    """Name of an operator that was called with `args`; of an all-to-all with the name of its group."""
+    return name_all_to_all(args[-1]) if operator is _operators.all_to_all_single.default else str(operator)
+
+
+def name_all_to_all(group: str) -> str:
+    """Name of the all-to-alls of a group, by which they are told from those of other groups."""
+    return f"{_operators.all_to_all_single.default} of {group}"

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map
 
 from dtlayout.measure.storages import each_local_tensor, each_tensor
 from dtlayout.ops.offload import copy_to_host
+from dtlayout.plans.collectives import name_operator
 
 LEAST_BYTES = 512
 """Smallest block of memory that CUDA's allocator gives out."""
@@ -246,12 +247,12 @@ class _Keep(TorchDispatchMode):
         self.operations, self.owner, self.results = operations, owner, results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, name = func(*args, **(kwargs or {})), name_operator(func, args)
         block = self.owner.current
-        if str(func) in self.operations:
+        if name in self.operations:
             assert block is not None, "a block's forward runs"
             kept = tree_map(lambda each: block.pack(each.detach()) if isinstance(each, Tensor) else each, result)
-            self.results[str(func)].append(kept)
+            self.results[name].append(kept)
         return result
 
 
@@ -263,9 +264,9 @@ class _Give(TorchDispatchMode):
         self.operations, self.results = operations, results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) not in self.operations:
+        if (name := name_operator(func, args)) not in self.operations:
             return func(*args, **(kwargs or {}))
-        kept = self.results[str(func)].pop(0)
+        kept = self.results[name].pop(0)
         return tree_map(unpack, kept, is_leaf=lambda each: isinstance(each, _Saved))
 
 
