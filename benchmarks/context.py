@@ -120,7 +120,7 @@ def build_step(method: str, seq_len: int) -> tuple[TrainStep, torch.Tensor]:
     layout.check(MODEL, batch)
     assembly = assemble(MODEL, batch, layout, Kernels(), PRECISION, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
-    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases={})
+    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=MODEL)
     generator = torch.Generator().manual_seed(dist.get_rank())
     return step, torch.randint(MODEL.vocab_size, (1, seq_len // CP), generator=generator)
 

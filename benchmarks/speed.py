@@ -82,7 +82,7 @@ def make_own_step(number_format: Format, mode: str, attention: str = "auto") -> 
     assembly = assemble(MODEL, batch, layout, kernels, precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
     set_learning_rate(optimizer, 1e-3)
-    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=MODEL.aliases)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=MODEL)
     return lambda tokens, targets: step(tokens, targets).loss
 
 

@@ -63,7 +63,7 @@ def measure(choice: Compile) -> tuple[float, str]:
     kernels, precision = dl.Kernels(compile=choice), dl.Precision()
     built = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device.type)
     optimizer = torch.optim.AdamW([p for module in built.modules for p in module.parameters()], lr=1e-4, fused=True)
-    step = dl.TrainStep(built.runtime, optimizer, max_norm=1.0, mesh=built.mesh, aliases=model.aliases)
+    step = dl.TrainStep(built.runtime, optimizer, max_norm=1.0, mesh=built.mesh, model=model)
     times_s, losses, graphs = [], [], []
     for i in range(options.steps):
         if i == 1 and device.type == "cuda":

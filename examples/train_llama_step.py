@@ -24,7 +24,7 @@ sync = [dl.apply_plan(module, plan, mesh) for module in modules]
 dl.initialize(modules, model, seed=0, device="cpu")
 runtime = dl.build_runtime(modules, schedule, sync, mesh, dl.stage_boundary(model, layout, batch, precision))
 optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=1e-3)
-step = dl.TrainStep(runtime, optimizer, max_norm=1.0, mesh=mesh, aliases=model.aliases)
+step = dl.TrainStep(runtime, optimizer, max_norm=1.0, mesh=mesh, model=model)
 
 torch.manual_seed(0)  # every rank of a pipeline brings the same rows
 tokens = torch.randint(model.vocab_size, (batch.global_batch, batch.seq_len + 1))

@@ -3,9 +3,9 @@
     PYTHONPATH=. python -m benchmarks.gpu [--seconds S] [--only GROUP[,GROUP]] [--out FOLDER] [--resume FILE] [--debug]
 
 Needs torch and numpy alone. With scipy and tomli_w it fits constants, with matplotlib it draws pictures, and --report
-does both elsewhere, from the rows; train.py is checked where rich and tomli_w are. The trainer's own parts run, as a world of one
-rank, since NCCL takes no two ranks on one GPU: bf16 compute, fp32 masters, fused AdamW. Out of memory is a result, and
-a cell that fails is a row, which one more try may replace.
+does both elsewhere, from the rows; train.py is checked where rich and tomli_w are. The trainer's own parts run, as a
+world of one rank, since NCCL takes no two ranks on one GPU: bf16 compute, fp32 masters, fused AdamW. Out of memory is a
+result, and a cell that fails is a row, which one more try may replace.
 
 suites.py says what is measured and in which order; checks.py, bits.py, training.py, ceilings.py and calibration.py
 measure; processes.py survives; report.py writes the page.

@@ -95,9 +95,7 @@ def build_step(cell: StepCheck, device: Device) -> tuple[Assembly, TrainStep]:
     layout.check(shape, BATCH)
     assembly = assemble(shape, BATCH, layout, cell.kernels, cell.precision, seed=SEED, device_type=device.type)
     optimizer = build_optimizer(assembly.modules, shape, AdamW())
-    return assembly, TrainStep(
-        assembly.runtime, optimizer, max_norm=float("inf"), mesh=assembly.mesh, aliases=shape.aliases
-    )
+    return assembly, TrainStep(assembly.runtime, optimizer, max_norm=float("inf"), mesh=assembly.mesh, model=shape)
 
 
 def make_batch(cell: StepCheck, device_type: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -36,9 +36,7 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     assembly, inputs, targets = prepare(cell, device.type)
     optimizer = build_optimizer(assembly.modules, cell.shape, AdamW())
     set_learning_rate(optimizer, LEARNING_RATE)
-    train_step = TrainStep(
-        assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=cell.shape.aliases
-    )
+    train_step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=cell.shape)
     step = partial(train_step, inputs, targets)
 
     first_step_s, _ = time_once(step, device.type)

@@ -94,7 +94,7 @@ def _time_steps(
     """
     assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
     optimizer = build_optimizer(assembly.modules, model, AdamW())
-    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=model.aliases)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=model)
     rows = batch.global_batch // layout.dp
     tokens = torch.randint(model.vocab_size, (rows, batch.seq_len), device=device_type)
     for _ in range(_WARM_UP_STEPS):

@@ -107,8 +107,8 @@ class _Observer:
         self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
         self.action_memory = action_memory
         self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
-        max_norm, aliases = config.optimizer.max_norm, config.model.aliases
-        self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
+        max_norm, model = config.optimizer.max_norm, config.model
+        self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, model=model)
         self.step.reads_numbers = False
         assembly.runtime.before_action = self._begin
         self.places = PlaceRecorder(assembly.modules)

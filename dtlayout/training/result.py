@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from dtlayout.training.balance import Routing
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
@@ -25,6 +27,8 @@ class StepResult:
     """Norm of all gradients before clipping."""
     stop_requested: bool
     """Whether any rank asked to stop."""
+    routing: Routing | None = None
+    """What the routers did, in a model with experts."""
 
     @property
     def is_finite(self) -> bool:

@@ -9,7 +9,7 @@ the same way: host and device compare the same fp64 numbers with them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,22 +21,33 @@ from dtlayout.ops.documents import Documents
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import sum_tied_gradients
 from dtlayout.spec.batch import IGNORED
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.training.balance import Balance
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
 from dtlayout.training.result import NO_LIMITS, StepLimits, StepResult
 from dtlayout.training.transfer import OnHost
+
+_NUM_NUMBERS = 3
+"""Numbers of a step beside those of its routers."""
 
 
 class Launched:
     """A launched step, on which a GPU may still work."""
 
-    def __init__(self, numbers: Tensor):
-        """Begin to copy `numbers` to the host: loss, squared gradient norm, and how many ranks ask to stop, in fp64."""
-        self._numbers = OnHost(numbers)
+    def __init__(self, numbers: Tensor, balance: Balance):
+        """Begin to copy `numbers` to the host: loss, squared gradient norm, how many ranks ask to stop, and those of
+        `balance`, in fp64."""
+        self._numbers, self._balance = OnHost(numbers), balance
 
     def wait(self) -> StepResult:
         """The result, once backward is done; the update may still run."""
-        loss, squared_norm, stops = self._numbers.wait().tolist()
-        return StepResult(loss=loss, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
+        loss, squared_norm, stops, *of_routers = self._numbers.wait().tolist()
+        return StepResult(
+            loss=loss,
+            grad_norm=math.sqrt(squared_norm),
+            stop_requested=stops > 0,
+            routing=self._balance.describe(of_routers),
+        )
 
 
 class TrainStep:
@@ -49,17 +60,20 @@ class TrainStep:
         *,
         max_norm: float,
         mesh: DeviceMesh,
-        aliases: Mapping[str, str],
+        model: ModelShape,
     ):
-        """`max_norm` is the global gradient norm to clip at; `aliases` the tied names of the model."""
+        """`max_norm` is the global gradient norm to clip at; `model` the whole model, of which stages are parts."""
         self.runtime = runtime
         self.modules: Sequence[nn.Module] = list(runtime.modules.values())
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.mesh = mesh
-        self.aliases = aliases
+        self.aliases = model.aliases
+        self.balance = Balance(self.modules, model)
         named = [each for module in self.modules for each in module.named_parameters()]
-        self.counted = [p for name, p in named if name not in aliases]  # where one stage holds both ends, they are one
+        self.counted = [
+            p for name, p in named if name not in model.aliases
+        ]  # where one stage holds both ends, they are one
         self.reads_numbers = True  # a dry run has none, and updates whatever they are
         self.num_copies = mesh[PP].size() * mesh[TP].size()  # ranks that have the same tokens
 
@@ -80,26 +94,30 @@ class TrainStep:
     ) -> Launched:  # fmt: skip
         """Launch a step and do not wait; it updates nothing if its numbers are not finite or exceed `limits`."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
-        # Without any target the loss is 0, and no NaN.
-        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
+        num_targets = count.clamp(min=1)  # without any target the loss is 0, and no NaN
+        self.balance.begin(num_targets)
+        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=num_targets)
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
-        numbers = self._sum_numbers(loss, local_squared_norm(self.counted, self.mesh), stop)
-        launched = Launched(numbers)  # before the update, for which who waits for them need not wait
+        squared_norm = local_squared_norm(self.counted, self.mesh)
+        numbers = self._sum_numbers(loss, squared_norm, stop, self.balance.count())
+        launched = Launched(numbers, self.balance)  # before the update, for which who waits for them need not wait
         norm = numbers[1].sqrt()
         clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
-        self._update(launched, numbers[0], norm, limits)
+        is_fine = self._update(launched, numbers[0], norm, limits)
+        self.balance.move_biases(numbers[_NUM_NUMBERS:], is_fine)
         self.optimizer.zero_grad()
         return launched
 
-    def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: StepLimits) -> None:
-        """Launch the optimizer's step, which may change nothing: [Note: no update without numbers]."""
+    def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: StepLimits) -> Tensor:
+        """Launch the optimizer's step, which may change nothing; whether it does: [Note: no update without numbers]."""
+        is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)
             place = self.counted[0].device if self.counted else None  # the optimizer's, which may be the host
             self.optimizer.found_inf = is_fine.logical_not().to(place, torch.float32)  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not self.reads_numbers or ((found := launched.wait()).is_finite and not found.exceeds(limits)):
             self.optimizer.step()
+        return is_fine
 
     def evaluate(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
@@ -110,7 +128,7 @@ class TrainStep:
         """
         documents, count = self._split_documents(starts), self._count_targets(targets)
         loss = self.runtime.evaluate(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
-        loss_of_all, _, stops = self._sum_numbers(loss, 0.0, stop).tolist()
+        loss_of_all, _, stops, *_ = self._sum_numbers(loss, 0.0, stop).tolist()
         return loss_of_all, round(float(count)), stops > 0
 
     def _split_documents(self, starts: Tensor | None) -> list[Documents]:
@@ -125,12 +143,20 @@ class TrainStep:
         dist.all_reduce(count)
         return count / self.num_copies
 
-    def _sum_numbers(self, loss: Tensor | None, squared_norm: Tensor | float, stop: bool) -> Tensor:
-        """Loss, squared gradient norm and the number of ranks that ask to stop, in one all-reduce over all ranks."""
-        numbers = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
+    def _sum_numbers(
+        self, loss: Tensor | None, squared_norm: Tensor | float, stop: bool, of_routers: Tensor | None = None
+    ) -> Tensor:
+        """Loss, squared gradient norm, the number of ranks that ask to stop, and the routers' numbers.
+
+        All go in one all-reduce over all ranks, as large on each of them.
+        """
+        size = _NUM_NUMBERS + self.balance.size
+        numbers = torch.zeros(size, dtype=torch.float64, device=self.mesh.device_type)
         if loss is not None:  # known to each rank that shares the last stage's microbatches
             numbers[0] = loss * (self.mesh[PP].size() / self.num_copies)
         numbers[1] = squared_norm
         numbers[2] = float(stop)
+        if of_routers is not None:
+            numbers[_NUM_NUMBERS:] = of_routers
         dist.all_reduce(numbers)
         return numbers

@@ -100,9 +100,7 @@ def build_trainer(inputs: RunInputs, watch: Watchdog, group: dist.ProcessGroup, 
         give_weights=partial(load_weights, expand(config.train.init_from), group=group) if is_loaded else initialize,
     )  # fmt: skip
     optimizer = build_optimizer(assembly.modules, model, config.optimizer)
-    step = TrainStep(
-        assembly.runtime, optimizer, max_norm=config.optimizer.max_norm, mesh=assembly.mesh, aliases=model.aliases
-    )
+    step = TrainStep(assembly.runtime, optimizer, max_norm=config.optimizer.max_norm, mesh=assembly.mesh, model=model)
     return Trainer(
         config=config, layout=layout, assembly=assembly, optimizer=optimizer, step=step, batches=batches,
         learning_rate=LearningRate.of(config.optimizer, config.train.steps, {}), spikes=SpikeDetector(config.spikes),

@@ -50,8 +50,7 @@ def measure(case: Case) -> tuple[list[tuple[Footprint, Footprint]], Counter[tupl
     """
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
-    aliases = case.model.aliases
-    step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
     tokens, targets = (rows.clone() for rows in local_rows(case))
     step(tokens, targets)
     peaks = []

@@ -19,8 +19,7 @@ def measure_peaks(case: Case) -> list[int]:
     """A step's peak on each pipeline rank, with the optimizer's state there as after a step before."""
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
-    aliases = case.model.aliases
-    step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
     tokens, targets = (rows.clone() for rows in local_rows(case))
     for parameter in (p for module in assembly.modules for p in module.parameters()):
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

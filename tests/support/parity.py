@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dtlayout.data.samples import find_starts
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.models.families import find_weight
+from dtlayout.models.feed_forward import Mixture
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.offload import copy_to_host
@@ -118,14 +119,44 @@ def run_reference(case: Case) -> Outcome:
     for _ in range(case.num_steps):
         for name, parameter in model.named_parameters():
             parameter.data, parameter.grad = parameters[name].detach().to(dtype), None
-        loss = model(tokens, documents, targets=targets, num_targets=float((targets != IGNORED).sum()))
-        loss.backward()
+        loss = sum(_run_microbatches(model, case, tokens, documents, targets))
         gradients = {name: p.grad.to(trained[name].dtype) for name, p in model.named_parameters() if name in trained}
         for name, parameter in trained.items():
             parameter.grad = gradients[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), MAX_NORM)
         optimizer.step()
+        _move_biases(model, parameters)
     return Outcome(loss.item(), norm.item(), _to_numpy(gradients), _to_numpy(parameters))
+
+
+def _run_microbatches(
+    model: Llama, case: Case, tokens: Tensor, documents: Documents | None, targets: Tensor
+) -> Iterator[Tensor]:
+    """Forward and backward of the batch: at once, or where routers have losses in microbatches, by which they count."""
+    experts, num_targets = case.model.experts, float((targets != IGNORED).sum())
+    by_microbatch = experts is not None and (experts.balance_loss or experts.z_loss)
+    for mixture in list_mixtures(model).values():
+        mixture.counts.num_targets = num_targets
+    size = case.layout.micro_batch if by_microbatch else len(tokens)
+    assert documents is None or not by_microbatch, "documents are not split here"
+    for rows, wanted in zip(tokens.split(size), targets.split(size), strict=True):
+        loss = model(rows, documents, targets=wanted, num_targets=num_targets)
+        loss.backward()
+        yield loss.detach()
+
+
+def list_mixtures(model: torch.nn.Module) -> dict[str, Mixture]:
+    """The mixtures of a model by their names."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, Mixture)}
+
+
+@torch.no_grad()
+def _move_biases(model: Llama, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """Each expert's bias goes up by the rate if it had fewer tokens than the mean, down if more."""
+    for name, mixture in list_mixtures(model).items():
+        counts = mixture.counts.take()[: mixture.rules.number]
+        if mixture.rules.bias_rate:
+            parameters[f"{name}.correction_bias"] += mixture.rules.bias_rate * (counts.mean() - counts).sign()
 
 
 def run_layout(case: Case) -> Outcome | None:
@@ -149,7 +180,7 @@ def run_layout(case: Case) -> Outcome | None:
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters: dict[str, np.ndarray] = {}
     for name, parameter in named_parameters(assembly, case):
-        note_equal(parameters, name, parameter.full_tensor())
+        note_equal(parameters, name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach())
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, gradients, parameters)
@@ -218,8 +249,7 @@ def build_step(case: Case) -> tuple[Assembly, TrainStep]:
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
     set_learning_rate(optimizer, case.optimizer.lr)
-    aliases = case.model.aliases
-    return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
+    return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
 
 
 def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, torch.nn.Parameter]]:

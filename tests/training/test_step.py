@@ -36,7 +36,7 @@ def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeyp
     optimizer.register_step_pre_hook(lambda *_: done.append("update"))
     monkeypatch.setattr(step, "OnHost", Recorded)
     monkeypatch.setattr(step, "clip_gradients", lambda *_: done.append("clip"))
-    train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases={})
+    train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=case.model)
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
     launched = train_step.launch(tokens, targets, stop=True)
     assert done == ["numbers leave", "clip", "update"]
@@ -50,7 +50,7 @@ def test_a_batch_without_a_target_is_a_step_of_no_loss(monkeypatch):
     case = Case(Layout())
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
-    train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases={})
+    train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=case.model)
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
     result = train_step(tokens, torch.full_like(targets, IGNORED))
     assert (result.loss, result.grad_norm) == (0, 0)
