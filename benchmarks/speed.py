@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dtlayout.base.process import leave
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

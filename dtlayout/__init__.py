@@ -16,9 +16,10 @@ _PUBLIC = {
     "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
     "spec.optimizers": ["Optimizer", "RoleOptimizer", "register_optimizer"], "models.presets": ["find_preset"],
     "models.families": ["Family", "register_family"], "config.loading": ["load_config"],
-    "spec.kernel_table": [
-        "AttentionKernel", "LossKernel", "NormKernel", "RopeKernel", "SwigluKernel", "register_kernel",
+    "spec.kernel_records": [
+        "AttentionKernel", "ExpertsKernel", "LossKernel", "NormKernel", "RopeKernel", "SwigluKernel",
     ],
+    "spec.kernel_table": ["register_kernel"],
     "schedules.actions": ["Action", "Kind"], "spec.cluster": ["register_gpu"],
     "costmodel.engine": ["register_engine"], "plans.plan": ["Plan", "make_plan"],
     "pipelining.schedule": ["make_schedule"], "schedules.schedules": ["PipelineSchedule", "register_schedule"],

@@ -48,7 +48,8 @@ from dtlayout.ops.norm import fused_rms_norm
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import find_gpu, load_cluster
 from dtlayout.spec.device import Device, describe_gpu
-from dtlayout.spec.kernel_table import KERNELS, KernelRequest, NormKernel, find_kernel, kernels_replaced
+from dtlayout.spec.kernel_records import KernelRequest, NormKernel
+from dtlayout.spec.kernel_table import KERNELS, find_kernel, kernels_replaced
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.precision import Precision
 from dtlayout.training.rendezvous import join_ranks

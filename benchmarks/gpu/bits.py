@@ -25,7 +25,7 @@ from dtlayout.data import prepare
 from dtlayout.data.sources import Corpus
 from dtlayout.mesh.build import open_host_group
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.optimizers import AdamW
 from dtlayout.training.build import Assembly
 from dtlayout.training.metrics import MetricsFile

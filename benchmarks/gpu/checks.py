@@ -25,7 +25,8 @@ from dtlayout.ops.loss import Head
 from dtlayout.plans.init import initialize
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KERNELS, KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
+from dtlayout.spec.kernel_table import KERNELS
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

@@ -47,7 +47,7 @@ from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.spec.cluster import Gpu
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.rendezvous import join_ranks

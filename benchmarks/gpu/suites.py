@@ -30,7 +30,8 @@ from benchmarks.gpu.cells import (
 )
 from dtlayout.models.presets import find_preset
 from dtlayout.spec.device import DeviceType
-from dtlayout.spec.kernel_table import KERNELS, AttentionKernel, list_kernels
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import KERNELS, list_kernels
 from dtlayout.spec.kernels import Compile
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Format

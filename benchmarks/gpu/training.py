@@ -16,7 +16,7 @@ from dtlayout.base.errors import NonFiniteLoss
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble

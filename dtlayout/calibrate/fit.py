@@ -21,7 +21,8 @@ from dtlayout.costmodel.engine_constants import BOUNDS, Constants
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.spec.cluster import Cluster, Gpu, find_gpu
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.recompute import Recompute
 from dtlayout.validation.fit import minimise

@@ -12,7 +12,8 @@ from dtlayout.base.errors import KernelError
 from dtlayout.calibrate.clock import time_alone, time_together
 from dtlayout.calibrate.measured import AttentionTime, CollectiveTime, MatmulTime
 from dtlayout.ops.attention import causal_attention
-from dtlayout.spec.kernel_table import AttentionKernel, list_kernels
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.model_shape import divisors
 
 _TOKENS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}

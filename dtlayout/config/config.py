@@ -15,7 +15,7 @@ from dtlayout.config.sections import (
 )
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.device import Device, expect_device
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout, OpenLayout
 from dtlayout.spec.model_shape import ModelShape

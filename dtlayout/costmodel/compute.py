@@ -16,7 +16,8 @@ from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.models.tape import BlockTensor
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
-from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.recompute import Recompute

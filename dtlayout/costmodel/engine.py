@@ -52,6 +52,8 @@ class KnownKernels:
     """Names of kernels for `Kernels.swiglu`."""
     loss: tuple[str, ...] = ()
     """Names of kernels for `Kernels.loss`."""
+    experts: tuple[str, ...] = ()
+    """Names of kernels for `Kernels.experts`."""
     compile: tuple[str, ...] = ()
     """Names of kernels for `Kernels.compile`."""
 

@@ -24,7 +24,8 @@ from dtlayout.models.operations import Weight
 from dtlayout.models.tape import TapeOptions
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
-from dtlayout.spec.kernel_table import AttentionKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel, NormKernel, SwigluKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

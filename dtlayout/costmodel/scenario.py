@@ -12,7 +12,7 @@ from dtlayout.pipelining.partition import StageSlice, to_slices
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
 from dtlayout.spec.device import Device, device_of
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

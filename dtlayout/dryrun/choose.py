@@ -8,7 +8,8 @@ from dtlayout.costmodel.estimate import Estimate
 from dtlayout.planner.prediction import predicted_kernels
 from dtlayout.spec.cluster import Gpu
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import AttentionKernel, Kernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel, Kernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, find_alternative
 from dtlayout.spec.layout import Layout
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.dryrun.choose import has_stand_in
 from dtlayout.measure.storages import any_wraps
-from dtlayout.spec.kernel_table import AttentionKernel, Kernel, NormKernel, list_kernels
+from dtlayout.spec.kernel_records import AttentionKernel, Kernel, NormKernel
+from dtlayout.spec.kernel_table import list_kernels
 
 
 def list_stand_ins(device_type: str) -> list[Kernel]:

@@ -18,7 +18,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.sampled_schedule import peak_of_step, sample_schedule
 from dtlayout.models.families import FAMILIES, Family, find_family, register_family
 from dtlayout.schedules.schedules import SCHEDULES, PipelineSchedule, find_schedule, register_schedule
-from dtlayout.spec.kernel_table import Kernel, kernels_replaced
+from dtlayout.spec.kernel_records import Kernel
+from dtlayout.spec.kernel_table import kernels_replaced
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 

@@ -16,7 +16,8 @@ import torch
 from torch._C._autograd import _KinetoEvent
 from torch.profiler import ProfilerActivity, profile
 
-from dtlayout.spec.kernel_table import Kernel, list_kernels
+from dtlayout.spec.kernel_records import Kernel
+from dtlayout.spec.kernel_table import list_kernels
 
 
 def list_traces() -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ import torch
 from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import dtlayout.ops.grouped  # noqa: F401  (it registers an operator)
 from dtlayout.measure.storages import each_tensor
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 
@@ -63,9 +64,11 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
+    aten._grouped_mm: (0, 1), torch.ops.dtlayout.grouped_mm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
-"""Operator → indices of the two arguments that are multiplied."""
+"""Operator → indices of the two arguments that are multiplied. The rows of all experts count as if they shared one
+matrix."""
 _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),

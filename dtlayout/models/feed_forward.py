@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dtlayout.ops.balance import RoutingCounts, attach_losses
-from dtlayout.ops.grouped import LOOP, StackedLinear
+from dtlayout.ops.grouped import StackedLinear
 from dtlayout.ops.linear import Project, project
 from dtlayout.ops.routing import Order, choose, score, weigh
-from dtlayout.spec.kernel_table import SwigluKernel, find_kernel
+from dtlayout.spec.kernel_records import ExpertsKernel, SwigluKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.model_shape import ModelShape
 
@@ -78,7 +79,7 @@ class StackedFeedForward(nn.Module):
         super().__init__()
         assert shape.experts is not None, "only a block with experts has a mixture"
         number, width, inner = shape.experts.number, shape.hidden_size, shape.experts.ffn_size
-        kernel = LOOP
+        kernel = find_kernel(ExpertsKernel, kernels.experts).load()
         self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
         self.exchange: Exchange = stay
         self.gate_proj = StackedLinear(number, width, inner, kernel, dtype)

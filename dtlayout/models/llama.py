@@ -20,7 +20,8 @@ from dtlayout.ops.linear import Project, project
 from dtlayout.ops.loss import Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.ops.rope import RotaryEmbedding
-from dtlayout.spec.kernel_table import AttentionKernel, RopeKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel, RopeKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.model_shape import ModelShape
 

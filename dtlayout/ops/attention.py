@@ -21,7 +21,8 @@ from torch.nn.attention import (
 from dtlayout.base.errors import KernelError
 from dtlayout.ops.documents import Documents, make_mask
 from dtlayout.ops.flash_attn import FlashAttn
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel
 
 register_flash_attention_impl("flash-attn", register_fn=FlashAttn)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]

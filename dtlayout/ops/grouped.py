@@ -9,7 +9,7 @@ Autograd's own backward of `torch._grouped_mm` refuses gradients that are not co
 Legend: R rows, D width of a row, N width of a result, E experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -136,69 +136,60 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return torch._grouped_mm(_in_rows(x), weight.mT, offs=ends)
+def _multiply_grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Rows [R, K] times matrices [E, K, M] → [R, M], or parts of columns [M, R] times parts of rows [R, K] → [E, M, K].
 
-
-def _differentiate_grouped(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    made = torch._grouped_mm(_in_rows(gradient).t(), _in_rows(x), offs=ends)
-    if made.device.type == "cuda" and _leaves_garbage(made.device):
+    So says torch._grouped_mm.
+    """
+    made = torch._grouped_mm(left, right, offs=ends)
+    if right.dim() == 2 and made.device.type == "cuda" and _leaves_garbage(made.device):
         made.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
     return made
 
 
 @cache
 def _leaves_garbage(device: torch.device) -> bool:
-    """Whether the gradient of an expert without rows is what its memory held: on Blackwell, pytorch issue 172439."""
+    """Whether the product of no columns and no rows is what its memory held: on Blackwell, pytorch issue 172439."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-@register_op_impl(torch.ops.aten._grouped_mm.default)
-def _grouped_on_fake(mode: Any, operator: Any, left: Tensor, right: Tensor, offs: Tensor | None = None) -> Any:
-    """The result's shape in the formats that CPUs compute and torch's own fake of this operator refuses."""
-    if left.dtype == torch.bfloat16:
-        return NotImplemented
-    groups = [len(offs)] if offs is not None and right.dim() == 2 else []
-    return left.new_empty(*groups, left.shape[0], right.shape[-1])
-
-
-# Operators, so that torch.compile does not look for the ends, and recomputation can keep a result by its name.
-@torch.library.custom_op("dtlayout::multiply_groups", mutates_args=())
-def _multiply_in_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    result = x.new_empty(x.shape[0], weight.shape[1])
-    for expert, rows in enumerate(_groups(ends, x.shape[0])):
-        torch.mm(x[rows], weight[expert].t(), out=result[rows])
-    return result
-
-
-@torch.library.custom_op("dtlayout::differentiate_groups", mutates_args=())
-def _differentiate_in_loop(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    result = x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
-    for expert, rows in enumerate(_groups(ends, x.shape[0])):
-        torch.mm(gradient[rows].t(), x[rows], out=result[expert])
-    return result
+# An operator, so that torch.compile does not look for the ends, and recomputation can keep a result by its name.
+@torch.library.custom_op("dtlayout::grouped_mm", mutates_args=())
+def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`_multiply_grouped`, one expert after the other."""
+    made = _make_result(left, right, ends)
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        if right.dim() == 2:
+            torch.mm(left[:, begin:end], right[begin:end], out=made[expert])
+        else:
+            torch.mm(left[begin:end], right[expert], out=made[begin:end])
+        begin = end
+    assert begin == left.shape[right.dim() == 2], f"{begin} rows have an expert, of {list(left.shape)}"
+    return made
 
 
 @_multiply_in_loop.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+def _make_result(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    groups = [ends.shape[0]] if right.dim() == 2 else []
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
-@_differentiate_in_loop.register_fake
-def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+@register_op_impl(torch.ops.aten._grouped_mm.default)
+def _grouped_on_fake(mode: Any, operator: Any, left: Tensor, right: Tensor, offs: Tensor) -> Any:
+    """The result in the formats that CPUs compute and torch's own fake of this operator refuses."""
+    return NotImplemented if left.dtype == torch.bfloat16 else _make_result(left, right, offs)
 
 
-def _groups(ends: Tensor, num_rows: int) -> Iterator[slice]:
-    """Rows of each expert."""
-    begin = 0
-    for end in ends.tolist():
-        yield slice(begin, end)
-        begin = end
-    assert begin == num_rows, f"{begin} of {num_rows} rows have an expert"
+def _from(operator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> GroupedMatmul:
+    """A kernel of an operator that computes what torch._grouped_mm does."""
+    return GroupedMatmul(
+        lambda x, weight, ends: operator(_in_rows(x), weight.mT, ends),
+        lambda gradient, x, ends: operator(_in_rows(gradient).t(), _in_rows(x), ends),
+    )
 
 
-GROUPED = GroupedMatmul(_multiply_grouped, _differentiate_grouped)
+GROUPED = _from(_multiply_grouped)
 """PyTorch's grouped matmul; rows of both widths are a multiple of 16 bytes."""
-LOOP = GroupedMatmul(_multiply_in_loop, _differentiate_in_loop)
+LOOP = _from(_multiply_in_loop)
 """One matmul after the other."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtlayout.spec.batch import IGNORED
-from dtlayout.spec.kernel_table import LossKernel, find_kernel
+from dtlayout.spec.kernel_records import LossKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import count_loss_chunks
 
 

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtlayout.base.errors import KernelError
-from dtlayout.spec.kernel_table import NormKernel, find_kernel
+from dtlayout.spec.kernel_records import NormKernel
+from dtlayout.spec.kernel_table import find_kernel
 
 
 class RMSNorm(nn.Module):

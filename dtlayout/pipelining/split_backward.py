@@ -1,16 +1,17 @@
 """Backwards in two parts: gradients of a stage's inputs now, gradients of its linear layers' weights later.
 
-While the weights of a stage are put off, the backward of each linear layer makes only the gradient of its input. It
-keeps the two tensors from which the gradients of its weight and bias are made: its input, and the gradient of its
-output. So autograd goes through the stage once, and nothing is computed again for the second part, recomputed blocks
+While the weights of a stage are put off, the backward of each linear layer, experts' too, makes only the gradient of
+its input. It keeps the tensors from which the gradients of its weight and bias are made: its input, and the gradient of
+its output. So autograd goes through the stage once, and no matmul runs again for the second part, recomputed blocks
 included. All other modules (the norms, the embedding, the head with its loss) make their gradients in the first part.
 
 The tensors that are put off lie outside the graph, and a compiler would not know of them; layouts that compile blocks
 are refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +20,17 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from dtlayout.ops.grouped import GroupedMatmul, MakeGradient, StackedLinear, multiply_groups
 from dtlayout.ops.linear import SplittableLinear
 
 
 class DelayedWeightGradient(NamedTuple):
-    """Tensors from which the gradients of a linear layer's weight [N, D], and of its bias [N], are made."""
+    """The gradients of a linear layer's weight, and of its bias where it has one, before they are made."""
 
     edges: Sequence[GradientEdge]
     """Places in the graph that take the gradients: parameters, or the operators that made this rank's part."""
-    x: Tensor
-    """Input of the layer, […, D]."""
-    gradient: Tensor
-    """Gradient of the output, […, N]."""
-
-    def make(self) -> list[Tensor]:
-        """Gradient of the weight and, where the layer has a bias, of the bias."""
-        gradient_TN = self.gradient.flatten(0, -2)
-        made = [gradient_TN.t() @ self.x.flatten(0, -2), gradient_TN.sum(0)]
-        return made[: len(self.edges)]
+    make: Callable[[], Sequence[Tensor]]
+    """A function that makes a gradient for each edge; it holds the tensors that this takes."""
 
 
 class StageWeights:
@@ -53,6 +47,8 @@ class StageWeights:
                 module.__class__ = SplittableLinear
             if isinstance(module, SplittableLinear):
                 module.multiply = self._multiply
+            if isinstance(module, StackedLinear):
+                module.multiply = self._multiply_groups
 
     @contextmanager
     def put_off(self) -> Iterator[list[DelayedWeightGradient]]:
@@ -78,6 +74,18 @@ class StageWeights:
         edges = [get_gradient_edge(each) for each in parameters if each.requires_grad]
         output: Tensor = _Linear.apply(self, edges, x, *parameters)
         return output
+
+    def _multiply_groups(
+        self, x: Tensor, weight: Tensor, ends: Tensor, kernel: GroupedMatmul, scores: Tensor | None = None
+    ) -> Tensor:
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return multiply_groups(x, weight, ends, kernel, scores)
+        edges = [get_gradient_edge(weight)]
+
+        def delay(make: MakeGradient) -> Tensor | None:
+            return self.gradients(DelayedWeightGradient(edges, lambda: [make()]))[0]
+
+        return multiply_groups(x, weight, ends, kernel, scores, delay)
 
 
 @torch.no_grad()
@@ -110,6 +118,13 @@ def _make(work: DelayedWeightGradient) -> None:
         torch.autograd.backward(edges, gradients)
 
 
+def _differentiate(gradient: Tensor, x: Tensor, has_bias: bool) -> list[Tensor]:
+    """Gradient of the weight [N, D] and, where the layer has one, of the bias [N]; of the output […, N], x […, D]."""
+    gradient_TN = gradient.flatten(0, -2)
+    of_weight = gradient_TN.t() @ x.flatten(0, -2)
+    return [of_weight, gradient_TN.sum(0)] if has_bias else [of_weight]
+
+
 class _Linear(Function):
     @staticmethod
     def forward(
@@ -124,6 +139,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         of_input = gradients[0] @ weight if ctx.needs_input_grad[2] else None
         # Saved as it was, x would keep the graph behind it, and so the stage's input and the gradient of that.
-        made = ctx.stage.gradients(DelayedWeightGradient(ctx.edges, x.detach(), gradients[0]))
+        make = partial(_differentiate, gradients[0], x.detach(), has_bias=len(ctx.edges) > 1)
+        made = ctx.stage.gradients(DelayedWeightGradient(ctx.edges, make))
         frozen = [None] * (len(ctx.needs_input_grad) - 3 - len(made))  # a bias, which comes after its weight
         return None, None, of_input, *made, *frozen

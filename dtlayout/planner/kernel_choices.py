@@ -16,7 +16,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import find_kernel_refusals, find_unsupported, request_kernels
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Space
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 

@@ -24,7 +24,8 @@ from dtlayout.planner.stage_balance import MOST_STAGES, balance_memory, balance_
 from dtlayout.schedules.record import PipelineSchedule
 from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES, schedule_with
 from dtlayout.spec.batch import Batch
-from dtlayout.spec.kernel_table import Kernel, list_kernels
+from dtlayout.spec.kernel_records import Kernel
+from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import OFFLOADS
@@ -85,8 +86,11 @@ def find_splits(estimator: Estimator, layout: Layout, kernels: Kernels) -> Itera
 
 
 def other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
-    """Each change of one kernel to one that needs no package: the key that changes, and the kernels then."""
-    own = [(kernel.operation, kernel.name) for kernel in list_kernels(Kernel) if not kernel.package]
+    """Each change of one kernel to one that needs no package: the key that changes, and the kernels then.
+
+    Kernels that predictions do not tell apart are left out.
+    """
+    own = [(each.operation, each.name) for each in list_kernels(Kernel) if each.is_priced and not each.package]
     for knob, value in (*own, ("compile", "blocks"), ("compile", "none")):
         others = replace(kernels, **{knob: value})  # type: ignore[arg-type]
         if others != kernels:

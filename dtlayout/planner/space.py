@@ -50,7 +50,8 @@ from dtlayout.costmodel.scenario import (
 )
 from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from dtlayout.spec.context_parallel import DEFAULT_CONTEXT_METHOD
-from dtlayout.spec.kernel_table import Kernel, list_kernels
+from dtlayout.spec.kernel_records import Kernel
+from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors

@@ -31,7 +31,8 @@ from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
-from dtlayout.spec.kernel_table import AttentionKernel, list_kernels
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.kernels import Compile
 from dtlayout.spec.recompute import Kept, Recompute
 
@@ -142,7 +143,9 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
             head.token_losses = torch.compile(head.token_losses)
 
 
-_MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default"}
+_MATMULS = {
+    "aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default", "dtlayout.grouped_mm.default",
+}  # fmt: skip
 _PIECES = {"aten.bmm.default"}
 _REDUCTIONS = {
     "_c10d_functional.reduce_scatter_tensor.default",

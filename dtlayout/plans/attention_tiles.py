@@ -22,7 +22,8 @@ from torch import Tensor
 from dtlayout.ops.partial import Partial
 from dtlayout.plans.collectives import Group
 from dtlayout.spec.context_parallel import chunk_length, own_parts
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel
 
 
 class AttentionTile(NamedTuple):

@@ -51,7 +51,8 @@ from dtlayout.plans.attention_tiles import AttentionTile, Queries
 from dtlayout.plans.collectives import Group, Moved, begin_gather, begin_scatter, wait
 from dtlayout.plans.plan import match_names
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, own_parts
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel
 
 _operators = torch.ops._c10d_functional
 ATTENTION_OPERATOR = "dtlayout.context_attention.default"

@@ -9,16 +9,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from dtlayout.base.refusals import Refusal, describe, refuse
 from dtlayout.base.validators import one_of
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import (
-    KERNELS,
-    AttentionKernel,
-    Kernel,
-    KernelRequest,
-    Package,
-    find_kernel,
-    list_kernels,
-)
-from dtlayout.spec.precision import Format
+from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, Kernel, KernelRequest, Package
+from dtlayout.spec.kernel_table import KERNELS, find_kernel, list_kernels
+from dtlayout.spec.precision import BYTES, Format
 from dtlayout.spec.recompute import Recompute
 
 Compile = Literal["none", "blocks", "loss", "model"]
@@ -42,6 +35,9 @@ class Kernels:
     loss: str = "chunked"
     """Cross-entropy. eager: of all logits at once, in fp32. chunked: of a chunk of the logits after another. linear:
     chunk after chunk together with the head's matmul, so that no more than a chunk of logits is ever there."""
+    experts: str = "loop"
+    """Matmuls of experts: one operation of PyTorch for all of them (grouped), or one matmul after the other (loop).
+    Without effect in a model without experts."""
     compile: Compile = "none"
     """Parts that torch.compile compiles: each block by itself (blocks), the loss (loss), or a whole pipeline stage
     (model)."""
@@ -58,6 +54,10 @@ class Kernels:
     def records(self) -> list[Kernel]:
         """The record of each of them in the kernel table."""
         return [KERNELS[name][value] for name, value in vars(self).items() if name != "compile"]
+
+    def used(self, request: KernelRequest) -> list[Kernel]:
+        """The records of those whose operation the model has."""
+        return [kernel for kernel in self.records if kernel.is_used(request)]
 
     def check(self, request: KernelRequest) -> None:
         """Raise InvalidConfig with all of `problems`, or return."""
@@ -78,7 +78,7 @@ def _find_broken(kernels: Kernels, request: KernelRequest) -> list[Refusal]:
 
 def _check_device(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
     """Each kernel computes on this device in this format."""
-    for kernel in kernels.records:
+    for kernel in kernels.used(request):
         if not kernel.suits(request.device, request.compute):
             yield _refuse_kernel(kernel, request)
 
@@ -86,7 +86,7 @@ def _check_device(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]
 def _check_packages(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
     """Packages of the kernels that suit the device are there."""
     missing = defaultdict[Package, list[str]](list)
-    for kernel in kernels.records:
+    for kernel in kernels.used(request):
         if kernel.package and kernel.suits(request.device, request.compute) and kernel.is_missing(request.device):
             missing[kernel.package].append(f"kernels.{kernel.operation}={kernel.name}")
     for package, names in missing.items():
@@ -107,6 +107,21 @@ def _check_parts(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
         f"this layout.cp_method needs",
         f"use kernels.attention={other} or layout.cp_method=all-to-all",
     )
+
+
+def _check_expert_widths(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
+    """Rows of experts are as wide as their kernel computes."""
+    kernel = find_kernel(ExpertsKernel, kernels.experts)
+    odd = kernel.find_odd_widths(request)
+    if odd and kernel.suits(request.device, request.compute):
+        able = min((each for each in list_kernels(ExpertsKernel) if each.will_do(request)), key=lambda k: k.preference)
+        what = " and ".join(f"{width * BYTES[request.compute]}" for width in odd)
+        yield Refusal(
+            "expert widths",
+            f"kernels.experts={kernel.name} computes rows of a multiple of {kernel.row_bytes} bytes, and those of "
+            f"experts have {what} in precision.compute={request.compute}",
+            f"use kernels.experts={able.name}",
+        )
 
 
 def _check_split_backward(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
@@ -153,7 +168,7 @@ def _check_repeatable(kernels: Kernels, request: KernelRequest) -> Iterator[Refu
     device = request.device
     if not request.deterministic or device.type == "cpu":
         return
-    for kernel in kernels.records:
+    for kernel in kernels.used(request):
         if not kernel.is_repeatable and (device.type == "cuda" or not kernel.cpu):
             key = f"kernels.{kernel.operation}"
             yield Refusal(
@@ -165,8 +180,8 @@ def _check_repeatable(kernels: Kernels, request: KernelRequest) -> Iterator[Refu
 
 
 _RULES: tuple[Callable[[Kernels, KernelRequest], Iterator[Refusal]], ...] = (
-    _check_device, _check_packages, _check_parts, _check_split_backward, _check_offload, _check_random_state,
-    _check_repeatable,
+    _check_device, _check_packages, _check_parts, _check_expert_widths, _check_split_backward, _check_offload,
+    _check_random_state, _check_repeatable,
 )  # fmt: skip
 
 
@@ -200,6 +215,8 @@ class OpenKernels:
     """`Kernels.swiglu`. auto: the fastest that will do."""
     loss: str = _open("loss", Kernels.loss)
     """`Kernels.loss`. There is no auto, since only you can weigh memory against time."""
+    experts: str = _open("experts", AUTO)
+    """`Kernels.experts`. auto: the fastest that will do."""
     compile: OpenCompile = "auto"
     """`Kernels.compile`. auto: blocks on CUDA, where compiled blocks are faster, and none on a CPU."""
 
@@ -219,9 +236,11 @@ class OpenKernels:
             values["compile"], reasons["compile"] = _choose_compile(request)
         compiles = values["compile"] in ("blocks", "model")
         for key in (key for key, value in vars(self).items() if value == AUTO and key != "compile"):
-            kernel = _choose_kernel(key, request, compiles=compiles)
+            usual = KERNELS[key][getattr(Kernels(), key)]
+            kernel = _choose_kernel(key, request, compiles=compiles) if usual.is_used(request) else usual
             values[key] = kernel.name
-            reasons[key] = "compile fuses it" if compiles and key != "attention" else kernel.reason
+            if kernel.is_used(request):
+                reasons[key] = "compile fuses it" if compiles and kernel.is_fusible else kernel.reason
         return ResolvedKernels(Kernels(**values), {key: reasons[key] for key in vars(self) if key in reasons})
 
     def or_else(self, usual: Kernels) -> Kernels:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.spec.kernel_table import Package, is_installed
+from dtlayout.spec.kernel_records import Package
+from dtlayout.spec.kernel_table import is_installed
 
 
 @dataclass(frozen=True, kw_only=True)

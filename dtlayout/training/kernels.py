@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.schedules.actions import Action, Kind
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel
 
 
 @contextmanager

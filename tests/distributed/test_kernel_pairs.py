@@ -16,7 +16,8 @@ from dtlayout.base.errors import InvalidLayout
 from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import parse_config
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KERNELS, KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
+from dtlayout.spec.kernel_table import KERNELS
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 

@@ -21,7 +21,7 @@ from dtlayout.config.loading import load_config
 from dtlayout.models.counting import count_parameters
 from dtlayout.records.run import Run
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels, OpenKernels
 
 KEYS = [

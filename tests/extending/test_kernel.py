@@ -11,7 +11,8 @@ import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
 RECORD = """
-from dtlayout.spec.kernel_table import AttentionKernel, register_kernel
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import register_kernel
 
 register_kernel(
     AttentionKernel(

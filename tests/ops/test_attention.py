@@ -20,7 +20,8 @@ from dtlayout.ops.attention import (
 )
 from dtlayout.ops.blockwise import _weigh
 from dtlayout.ops.documents import Documents, make_mask
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel, find_packages, list_kernels
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel, find_packages, list_kernels
 
 KERNELS = [kernel for kernel in list_kernels(AttentionKernel) if kernel.formats()]
 RAN = {"sdpa-flash": "flash", "sdpa-math": "math", "blockwise": "blockwise"}

@@ -19,7 +19,8 @@ from dtlayout.ops.documents import Documents
 from dtlayout.ops.flash_attn import FlashAttn
 from dtlayout.plans.apply import prepare_blocks
 from dtlayout.plans.init import initialize
-from dtlayout.spec.kernel_table import AttentionKernel, find_kernel, kernels_replaced
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel, kernels_replaced
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.recompute import Recompute
 

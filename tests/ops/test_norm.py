@@ -7,7 +7,8 @@ from torch.autograd import gradcheck
 
 from dtlayout.base.errors import KernelError
 from dtlayout.ops.norm import RMSNorm, liger_rms_norm
-from dtlayout.spec.kernel_table import NormKernel, find_kernel
+from dtlayout.spec.kernel_records import NormKernel
+from dtlayout.spec.kernel_table import find_kernel
 
 EPS = 1e-3
 generator = torch.Generator().manual_seed(0)

@@ -13,13 +13,9 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.spec.cluster import known_gpus
 from dtlayout.spec.device import Device, device_of
+from dtlayout.spec.kernel_records import AttentionKernel, Kernel, KernelRequest, NormKernel, Package
 from dtlayout.spec.kernel_table import (
     KERNELS,
-    AttentionKernel,
-    Kernel,
-    KernelRequest,
-    NormKernel,
-    Package,
     find_kernel,
     find_packages,
     is_installed,

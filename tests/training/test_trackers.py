@@ -19,7 +19,7 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.cli import main
 from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import load_config
-from dtlayout.spec.kernel_table import Package
+from dtlayout.spec.kernel_records import Package
 from dtlayout.spec.trackers import TRACKERS, Tracker, register_tracker
 from dtlayout.training.metrics import StepMetrics
 from dtlayout.training.trackers import Start, Trackers, name_numbers

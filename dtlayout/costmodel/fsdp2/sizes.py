@@ -20,7 +20,8 @@ from dtlayout.costmodel.scenario import Scenario, format_sizes, tokens_of
 from dtlayout.models.families import describe
 from dtlayout.models.tape import TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
-from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, SwigluKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES

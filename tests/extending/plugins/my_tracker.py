@@ -1,7 +1,7 @@
 """A tracker as somebody adds it who has no checkout: one line of text a step."""
 
 from dtlayout import Tracker, register_tracker
-from dtlayout.spec.kernel_table import Package
+from dtlayout.spec.kernel_records import Package
 
 
 class Lines:
