@@ -12,7 +12,7 @@ from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, request_kernels
 from dtlayout.models.presets import PRESETS
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.programs.program import Arguments, Job, Program
@@ -88,11 +88,12 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
             1, f"Predicted for {engine}; what this trainer takes and needs, dtlayout check {path.name} says."
         )
     needs_tokenizer = model.vocab_size < _BYTES_VOCAB
+    used = estimate.kernels.used(request_kernels(scenario, estimate.layout))
     sections = {
         "model": _changes(model, PRESETS.get(model.name), ["name"]),
         "batch": asdict(scenario.batch),
         "layout": _changes(_cut_alike(scenario, estimate), Layout(), _SAID_OF_LAYOUTS),
-        "kernels": asdict(estimate.kernels),
+        "kernels": {kernel.operation: kernel.name for kernel in used} | {"compile": estimate.kernels.compile},
         "precision": _changes(scenario.precision, Precision()),
         "optimizer": _changes(scenario.optimizer, AdamW()),
         "data": {

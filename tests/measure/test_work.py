@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.measure.work import WorkCounter, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
+from dtlayout.ops.grouped import GROUPED, LOOP, multiply_groups
 
 
 class Listing(TorchDispatchMode):
@@ -60,6 +61,17 @@ def test_views_and_allocations_do_nothing(work):
     with Listing() as listing:
         work()
     assert listing.found == []
+
+
+@pytest.mark.parametrize("kernel", [GROUPED, LOOP])
+def test_matmuls_of_experts_count_each_row_once_forward_and_for_both_gradients(kernel):
+    x, weight = torch.zeros(7, 8, requires_grad=True), torch.zeros(4, 16, 8, requires_grad=True)
+    ends = torch.tensor([2, 2, 7, 7], dtype=torch.int32)
+    with Listing() as listing:
+        multiply_groups(x, weight, ends, kernel).sum().backward()
+    found = [each for each in listing.found if isinstance(each, Matmul)]
+    assert found == [Matmul(7, 16, 8), Matmul(7, 8, 16), Matmul(16, 8, 7)]  # the result, and gradients of x and weight
+    assert {each.flops for each in found} == {2 * 7 * 16 * 8}
 
 
 def test_attention_counts_whole_and_two_and_a_half_times_backward():

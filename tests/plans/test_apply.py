@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
+from dtlayout.ops.grouped import GROUPED, LOOP, GroupedMatmul, StackedLinear
 from dtlayout.plans.apply import prepare_blocks
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.recompute import Recompute
@@ -47,6 +48,38 @@ def test_a_covered_block_computes_again_what_it_does_not_keep_but_its_last_matmu
     blocks, backward = SHAPE.num_layers, 2
     assert counted.num["mm"] == blocks * (7 * backward + matmuls) + backward
     assert counted.num["_scaled_dot_product_flash_attention_for_cpu"] == blocks * attention
+
+
+class Experts(nn.Module):
+    """Two matmuls of three experts, of which the second reads what is computed again of the first."""
+
+    def __init__(self, kernel: GroupedMatmul) -> None:
+        super().__init__()
+        self.up, self.down = (StackedLinear(3, 8, 8, kernel, torch.float32) for _ in range(2))
+        for each in self.parameters():
+            nn.init.normal_(each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+        return self.down(nn.functional.silu(self.up(x, ends)), ends).sin()
+
+
+@pytest.mark.parametrize(("kernel", "operator"), [(GROUPED, "_grouped_mm"), (LOOP, "dtlayout::grouped_mm")])
+@pytest.mark.parametrize(
+    ("mode", "again"), [("none", 0), ("full", 2), ("keep-attention", 2), ("keep-matmuls", 0), ("selective", 0)]
+)
+def test_matmuls_of_experts_are_kept_as_matmuls(kernel: GroupedMatmul, operator: str, mode: str, again: int) -> None:
+    expected, block = (nn.ModuleDict({"0": Experts(kernel)}) for _ in range(2))
+    block.load_state_dict(expected.state_dict())
+    prepare_blocks(block, "*", Recompute.parse(mode), compiles=False)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    output = block["0"](x).sum()
+    with CountOperators() as counted:
+        output.backward()
+    assert counted.num[operator] == 4 + again  # a gradient of rows and one of weights for each matmul
+    expected["0"](x.detach()).sum().backward()
+    for got, wanted in zip(block.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got.grad, wanted.grad) and wanted.grad.any()
 
 
 class CountOperators(TorchDispatchMode):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine_constants import BOUNDS
+from dtlayout.models.presets import find_preset
 from dtlayout.spec.cluster import known_gpus
 from dtlayout.spec.device import Device, device_of
 from dtlayout.spec.kernel_records import AttentionKernel, Kernel, KernelRequest, NormKernel, Package
@@ -24,6 +25,8 @@ from dtlayout.spec.kernel_table import (
     register_kernel,
 )
 from dtlayout.spec.kernels import Kernels, OpenKernels, find_alternative
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
 
 PACKAGES = {kernel.package for kernel in list_kernels(Kernel) if kernel.package}
 CPU, CUDA = Device("cpu"), Device("cuda")
@@ -138,7 +141,13 @@ def test_other_engines_have_their_usual_kernels_where_none_is_asked_for():
 @given(
     device=st.sampled_from([Device(), CPU, CUDA, HERE, HOPPER, *map(device_of, known_gpus().values())]),
     compute=st.sampled_from(["float64", "float32", "bfloat16"]),
-    asked=st.fixed_dictionaries({"deterministic": st.booleans(), "document_mask": st.booleans()}),
+    asked=st.fixed_dictionaries(
+        {
+            "deterministic": st.booleans(),
+            "document_mask": st.booleans(),
+            "expert_widths": st.sampled_from([(), (64, 24), (64, 18), (63, 64)]),
+        }
+    ),
     tp=st.sampled_from([1, 2]),
     recompute=st.sampled_from(["none", "full", "selective", "keep-matmuls"]),
 )
@@ -178,7 +187,8 @@ def test_a_kernel_for_one_generation_of_gpus_is_refused_on_a_named_gpu_of_anothe
 def test_what_is_advised_instead_of_a_kernel_runs_there(kernel, compute, device):
     def problems_with(name: str) -> list[str]:
         defaults = {"attention": "sdpa-math", "norm": "eager"}
-        return Kernels(**{**defaults, kernel.operation: name}).problems(need(device, compute=compute))
+        asked = need(device, compute=compute, expert_widths=(64, 24))
+        return Kernels(**{**defaults, kernel.operation: name}).problems(asked)
 
     problems = problems_with(kernel.name)
     assert len(problems) <= 1
@@ -385,3 +395,53 @@ def test_auto_takes_attention_whose_parts_can_be_joined():
         for in_parts, document_mask in ((False, False), (True, False), (True, True))
     ]
     assert found == ["sdpa-cudnn", "sdpa-flash", "sdpa-flash"]
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "widths", "experts"),
+    [
+        (CUDA, "bfloat16", (64, 24), "grouped"),
+        (CUDA, "bfloat16", (64, 20), "loop"),  # 40 bytes
+        (CUDA, "bfloat16", (36, 64), "loop"),
+        (CUDA, "float32", (64, 24), "loop"),
+        (CPU, "float32", (64, 20), "grouped"),
+        (CPU, "float32", (64, 18), "loop"),
+        (CPU, "bfloat16", (64, 24), "grouped"),
+        (CPU, "float64", (64, 24), "loop"),
+        (Device(), "bfloat16", (64, 24), "grouped"),
+        (Device(), "float32", (64, 24), "loop"),
+    ],
+)
+def test_auto_takes_one_kernel_for_all_experts_where_it_computes_rows_so_wide(device, compute, widths, experts):
+    chosen = OpenKernels().resolve(need(device, compute=compute, expert_widths=widths))
+    assert chosen.kernels.experts == experts
+    reason = {"grouped": "one kernel for all experts", "loop": "it computes everything"}[experts]
+    assert f"experts {experts}: {reason}" in chosen.describe()
+
+
+def test_a_model_without_experts_is_told_nothing_of_their_kernels():
+    request = need(CUDA, compute="float32")
+    assert OpenKernels().resolve(request) == OpenKernels(experts="loop").resolve(request)
+    assert Kernels(attention="sdpa-math", experts="grouped").problems(request) == []
+
+
+def test_experts_whose_rows_are_not_aligned_are_refused_with_their_bytes():
+    (problem,) = Kernels(experts="grouped").problems(need(CUDA, expert_widths=(64, 20)))
+    assert problem == (
+        "kernels.experts=grouped computes rows of a multiple of 16 bytes, and those of experts have 40 in "
+        "precision.compute=bfloat16; use kernels.experts=loop"
+    )
+    assert not Kernels(experts="loop").problems(need(CUDA, expert_widths=(64, 20)))
+    (problem,) = Kernels(attention="sdpa-math", experts="grouped").problems(
+        need(CUDA, compute="float32", expert_widths=(64, 18))
+    )
+    assert "does not compute in precision.compute=float32 on CUDA" in problem
+
+
+def test_the_widths_of_experts_are_those_of_the_model():
+    dense = find_preset("llama3.1-8b")
+    mixture = replace(dense, experts=Experts(number=8, per_token=2, ffn_size=1024))
+    widths = [
+        KernelRequest.of(CUDA, m, "bfloat16", Layout(), document_mask=False).expert_widths for m in (dense, mixture)
+    ]
+    assert widths == [(), (4096, 1024)]
