@@ -7,12 +7,13 @@ Legend: B batch, S sequence, D model width, T = B·S tokens, E experts, K expert
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dtlayout.ops.balance import RoutingCounts, attach_losses
-from dtlayout.ops.grouped import StackedLinear
+from dtlayout.ops.grouped import GroupedMatmul, StackedLinear
 from dtlayout.ops.linear import Project, project
 from dtlayout.ops.routing import Order, choose, score, weigh
 from dtlayout.spec.kernel_records import ExpertsKernel, SwigluKernel
@@ -79,7 +80,7 @@ class StackedFeedForward(nn.Module):
         super().__init__()
         assert shape.experts is not None, "only a block with experts has a mixture"
         number, width, inner = shape.experts.number, shape.hidden_size, shape.experts.ffn_size
-        kernel = find_kernel(ExpertsKernel, kernels.experts).load()
+        kernel = cast(GroupedMatmul, find_kernel(ExpertsKernel, kernels.experts).load())
         self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
         self.exchange: Exchange = stay
         self.gate_proj = StackedLinear(number, width, inner, kernel, dtype)

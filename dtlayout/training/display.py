@@ -58,6 +58,8 @@ class Display:
         """Show a step: move the bar, and print a line where one is due."""
         left_s = self.time_left.after(metrics.step, metrics.step_time_s)
         numbers = [Number("loss", f"{metrics.loss:.4f}"), Number("grad_norm", f"{metrics.grad_norm:.3f}")]
+        if metrics.fullest_expert is not None:
+            numbers.append(Number("fullest expert", f"{metrics.fullest_expert:.2f}", "x"))
         details = [Number("lr", f"{metrics.lr:.2e}"), Number("", f"{metrics.step_time_s:.3f}", "s")]
         speed = [Number("", f"{metrics.tokens_per_s:,.0f}", "tok/s")]
         if metrics.mfu is not None:

@@ -64,6 +64,17 @@ class StepMetrics:
     """Whether loss or gradient norm was far above those of recent steps; `[spikes]` says what comes of that."""
     layout: str = ""
     """Printed layout of this step; a resumed run may go on in another layout."""
+    fullest_expert: float | None = None
+    """Tokens of the fullest expert over the mean of its block, in the block where that is highest; None without
+    experts, as all of these."""
+    fullest_expert_block: int | None = None
+    """Number of that block."""
+    expert_imbalance: float | None = None
+    """Copies of tokens that the fullest of ep's ranks computed over the mean, in the block where that is highest."""
+    router_entropy: float | None = None
+    """Mean entropy of a token's scores, nats."""
+    router_square: float | None = None
+    """Mean square of the log-sum-exp of a router's logits, which the z loss keeps small."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout
+from dtlayout.training.balance import Routing
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.metrics import (
     MemoryCurves,
@@ -135,6 +136,7 @@ class Records(Observer):
             validation_loss=step.validation_loss,
             spike=step.is_spike,
             layout=str(self.layout),
+            **_describe_routing(step.result.routing, self.layout.ep),  # type: ignore[arg-type]
             **self._speed.describe(step.time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
@@ -227,3 +229,17 @@ class Records(Observer):
         if not of.step_time_s:
             return None
         return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
+
+
+def _describe_routing(routing: Routing | None, ep: int) -> dict[str, float]:
+    """Fields of StepMetrics about routers; none without experts."""
+    if routing is None:
+        return {}
+    fullest, block = routing.fullest
+    return {
+        "fullest_expert": fullest,
+        "fullest_expert_block": block,
+        "expert_imbalance": routing.imbalance(ep),
+        "router_entropy": routing.entropy,
+        "router_square": routing.mean_square,
+    }
