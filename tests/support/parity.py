@@ -32,7 +32,7 @@ from dtlayout.plans.init import initialize
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.spec.optimizers import AdamW, Optimizer
 from dtlayout.spec.precision import Precision
 from dtlayout.training.batches import take_own
@@ -46,6 +46,14 @@ SHAPE = ModelShape(
 TIED = replace(SHAPE, tied_embeddings=True)
 QWEN2 = replace(SHAPE, family="qwen2", qkv_bias=True, tied_embeddings=True)
 QWEN3 = replace(SHAPE, family="qwen3", qk_norm=True, head_dim=6)
+MIXTURE = replace(SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1))
+BALANCED = replace(
+    SHAPE,
+    experts=Experts(
+        number=8, per_token=2, ffn_size=24, score="sigmoid", groups=4, groups_per_token=2, scale=2.5,
+        correction_bias=True, bias_rate=0.02, balance_loss=0.3, z_loss=0.1,
+    ),
+)  # fmt: skip
 SEQ_LEN, MAX_NORM, SEED = 16, 0.05, 7
 EXACT = Precision(params="float64", compute="float64", reduce="float64")
 FP32 = Precision(params="float32", compute="float32", reduce="float32")
@@ -223,6 +231,32 @@ def run_muon(case: Case) -> Outcome | None:
     """As `run_layout`, with matrices updated by Muon, and the rest by the case's optimizer."""
     with plugged_in("muon") as muon:
         return run_layout(replace(case, optimizer=muon.Muon(rest=case.optimizer)))
+
+
+@contextmanager
+def choosing(experts: tuple[int, ...]) -> Iterator[None]:
+    """Every token is computed by these experts, whatever its scores say."""
+
+    def choose(scores_TE: Tensor, rules: Experts, correction_E: Tensor | None = None) -> Tensor:
+        return torch.tensor(experts).expand(len(scores_TE), -1).contiguous()
+
+    with mock.patch("dtlayout.models.feed_forward.choose", choose):
+        yield
+
+
+on_one_expert, on_some_experts = partial(choosing, (5, 5)), partial(choosing, (1, 0))
+
+
+def run_on_one_expert(case: Case) -> Outcome | None:
+    """As `run_layout`, with every token computed twice by one expert, and the others getting none."""
+    with on_one_expert():
+        return run_layout(case)
+
+
+def run_on_some_experts(case: Case) -> Outcome | None:
+    """As `run_layout`, with every token computed by two experts that lie on one rank."""
+    with on_some_experts():
+        return run_layout(case)
 
 
 def run_in_a_v(case: Case) -> Outcome | None:

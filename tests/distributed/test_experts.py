@@ -1,0 +1,142 @@
+"""Every layout of a mixture of experts computes what one process computes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parity import (
+    BALANCED,
+    MIXTURE,
+    Case,
+    largest_difference,
+    merge,
+    on_one_expert,
+    on_some_experts,
+    run_layout,
+    run_on_one_expert,
+    run_on_some_experts,
+    run_reference,
+)
+from ranks import Ranks
+from thorough import mostly_thorough, thorough
+
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.layout import Layout
+
+LAYOUTS = {
+    "ep alone": Layout(dp_shard=4, ep=4),
+    "shards of experts": Layout(dp_shard=4, ep=2, zero=3),
+    "no ep": Layout(dp_shard=4, zero=2),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2, ep=2, zero=3, recompute="full"),
+    "copies alone": Layout(dp_replicate=2, tp=2, ep=2),
+    "tp without ep": Layout(dp_shard=2, tp=2, micro_batch=2),
+    "tp": Layout(dp_shard=2, tp=2, ep=4, recompute="selective"),
+    "tp overlapped": Layout(dp_shard=2, tp=2, ep=2, tp_overlap=True, zero=3),
+    "cp": Layout(dp_shard=2, cp=2, ep=4, zero=2),
+    "cp by heads": Layout(cp=2, cp_method="all-to-all", tp=2, ep=2, recompute="selective"),
+    "cp and tp": Layout(cp=2, tp=2, ep=4, micro_batch=2, recompute="keep-matmuls"),
+    "pp": Layout(pp=2, dp_shard=2, ep=2, zero=3),
+    "pp and tp": Layout(pp=2, tp=2, ep=2, zero=2, recompute="full"),
+    "interleaved": Layout(pp=2, dp_shard=2, ep=2, schedule="interleaved-1f1b", virtual_stages=3, recompute="every-2"),
+    "split backwards": Layout(pp=2, dp_shard=2, ep=2, schedule="zb-h1", zero=3),
+    "split backwards of tp": Layout(pp=2, tp=2, ep=2, schedule="zb-h1", recompute="keep-attention"),
+    "split backwards in a V": Layout(pp=2, cp=2, ep=2, schedule="zb-v", virtual_stages=2, zero=2),
+    "offloaded": Layout(dp_shard=4, ep=2, zero=3, offload="both", recompute="selective"),
+    "offloaded and recomputed": Layout(dp_shard=2, tp=2, ep=4, offload="activations", recompute="full"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_of_experts_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    case = Case(LAYOUTS[name], model=MIXTURE)
+    size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize(
+    "name", mostly_thorough(LAYOUTS, lambda _, name: name in ("shards of experts", "tp", "cp and tp", "pp and tp"))
+)
+def test_five_updates_of_a_balanced_router_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    """Biases that counts move, groups, and both losses of the router, whose experts' tokens a microbatch counts."""
+    case = Case(LAYOUTS[name], model=BALANCED, num_steps=5)
+    size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["ep alone", "shards of experts", thorough("tp"), "cp and tp", "split backwards"])
+def test_ranks_whose_experts_get_no_token_take_part(ranks4: Ranks, name: str) -> None:
+    """All tokens go to one expert, or to experts of one rank alone; weights that are no shares have a gradient then."""
+    assert MIXTURE.experts is not None
+    model = replace(MIXTURE, experts=replace(MIXTURE.experts, normalized=False))
+    case = Case(LAYOUTS[name], model=model)
+    for choosing, run in ((on_one_expert, run_on_one_expert), (on_some_experts, run_on_some_experts)):
+        with choosing():
+            reference = run_reference(case)
+        size, whose = largest_difference(merge(ranks4.run(run, case)), reference)
+        assert size <= 1e-10, (run.__name__, whose)
+
+
+@st.composite
+def legal_cases(draw: st.DrawFn) -> Case:
+    """Layouts of 4 ranks over every axis, with experts."""
+    axes = [
+        (pp, copies, dp, cp, tp)
+        for pp in (1, 2) for copies in (1, 2) for dp in (1, 2, 4) for cp in (1, 2) for tp in (1, 2)
+        if pp * copies * dp * cp * tp == 4
+    ]  # fmt: skip
+    pp, copies, dp, cp, tp = draw(st.sampled_from(axes))
+    known = [each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]
+    schedule = draw(st.sampled_from(known))
+    layout = Layout(
+        pp=pp, dp_replicate=copies, dp_shard=dp, cp=cp, tp=tp, micro_batch=draw(st.sampled_from([1, 2])),
+        ep=draw(st.sampled_from([ep for ep in (1, 2, 4) if dp * cp * tp % ep == 0])),
+        cp_method=draw(st.sampled_from(list(CONTEXT_METHODS))),
+        schedule=schedule.name, virtual_stages=schedule.least_virtual_stages, zero=draw(st.sampled_from([1, 2, 3])),
+        recompute=draw(st.sampled_from(["none", "full", "every-2", "selective", "keep-attention", "keep-matmuls"])),
+    )  # fmt: skip
+    model = draw(st.sampled_from([MIXTURE, BALANCED, replace(MIXTURE, tied_embeddings=True)]))
+    global_batch = max(2, layout.dp * layout.micro_batch * pp * max(schedule.least_rounds, 1))
+    case = Case(layout, global_batch, model=replace(model, num_layers=max(6, layout.num_stages)))
+    layout.check(case.model, case.batch)
+    return case
+
+
+@pytest.mark.parametrize("num_examples", [10, thorough(30)])
+def test_random_layouts_of_experts_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=legal_cases())
+    def is_exact(case: Case) -> None:
+        size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
+        assert size <= 1e-10, (case, whose)
+
+    is_exact()
+
+
+ON_EIGHT = [
+    Layout(pp=2, cp=2, tp=2, ep=4, zero=3, recompute="full"),
+    Layout(pp=2, cp=2, tp=2, ep=2, schedule="zb-h1", zero=2),
+]
+MORE_ON_EIGHT = [
+    Layout(pp=2, dp_replicate=2, tp=2, ep=2, zero=1, recompute="selective"),
+    Layout(dp_shard=2, cp=2, tp=2, ep=8, zero=3),
+    Layout(dp_shard=8, ep=2, zero=3),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks8() -> Iterator[Ranks]:
+    pool = Ranks(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("layouts", [ON_EIGHT, thorough(MORE_ON_EIGHT)], ids=["usual", "more"])
+def test_experts_beside_all_axes_are_exact_on_eight_ranks(ranks8: Ranks, layouts: list[Layout]) -> None:
+    """The last one shards four ranks' two experts over four, by rows of their matrices."""
+    for layout in layouts:
+        case = Case(layout, model=MIXTURE)
+        size, whose = largest_difference(merge(ranks8.run(run_layout, case, timeout_s=120)), run_reference(case))
+        assert size <= 1e-10, (layout, whose)
