@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint import hf, sharded
@@ -45,10 +46,16 @@ def build(
 
 
 def update(assembly: Assembly, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer step with gradients that differ from element to element, the same in every layout."""
+    """An optimizer step with gradients that differ from element to element, the same in every layout.
+
+    Counters, which no gradient moves, move too.
+    """
     for module in assembly.modules:
         for parameter in module.parameters():
-            parameter.grad = parameter.detach() * 0.5 + 1e-3
+            if parameter.requires_grad:
+                parameter.grad = parameter.detach() * 0.5 + 1e-3
+            else:
+                parameter.data += torch.arange(1.0, len(parameter) + 1)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -68,10 +75,15 @@ def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: Mod
     for module in assembly.modules:
         for local_name, parameter in module.named_parameters():
             name = model.aliases.get(local_name, local_name)
-            note_equal(found, f"parameter {name}", parameter.full_tensor())
+            note_equal(found, f"parameter {name}", gather(parameter))
             for kept, tensor in optimizer.state[parameter].items():
                 note_equal(found, f"{kept} {name}", tensor if kept == "step" else tensor.full_tensor())
     return found
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole tensor; one that is no DTensor, such as a counter, every rank has whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def note_equal(found: dict[str, np.ndarray], name: str, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import note_equal
+from checkpoint_ranks import gather, note_equal
 from outside import V_GPIPE, registered
 from plugged import plugged_in
 from torch import Tensor
@@ -188,7 +188,7 @@ def run_layout(case: Case) -> Outcome | None:
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters: dict[str, np.ndarray] = {}
     for name, parameter in named_parameters(assembly, case):
-        note_equal(parameters, name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach())
+        note_equal(parameters, name, gather(parameter))
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, gradients, parameters)
