@@ -120,7 +120,8 @@ def prepare_blocks(
         if compiles:
             block.forward = torch.compile(block.forward)
         if is_covered and not recompute.is_selective:
-            block.forward = _checkpointed(block.forward, **keeps if has_experts else {})
+            # Nothing is known of operators inside of what is compiled; it chooses alike when it runs again.
+            block.forward = _checkpointed(block.forward, **keeps if has_experts and not compiles else {})
         if kept is not None:
             block.forward = kept.wrap(block.forward, block, is_first=name == names[0], is_last=name == names[-1])
 
