@@ -10,7 +10,7 @@ Legend: S sequence, D model width, N parameters, L layers.
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from dtlayout.models.counting import count_block_parameters, count_model_flops_per_token
+from dtlayout.models.counting import count_active_block_parameters, count_model_flops_per_token
 from dtlayout.models.presets import find_preset
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.batch import Batch
@@ -140,7 +140,7 @@ class Training:
         if self.num_blocks is None:
             return count_model_flops_per_token(self.shape, self.seq_len)
         attention = 12 * self.shape.hidden_size * self.seq_len
-        return self.num_blocks * (6 * count_block_parameters(self.shape) + attention)
+        return self.num_blocks * (6 * count_active_block_parameters(self.shape) + attention)
 
     @property
     def subject(self) -> str:
@@ -156,7 +156,7 @@ class Training:
         return f"{self.subject}, sequence {self.seq_len}, {self.layout}, {describe_variant(self.kernels)}"
 
 
-Compared = Literal["attention", "norm", "rope", "swiglu", "loss"]
+Compared = Literal["attention", "norm", "rope", "swiglu", "loss", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class StepCheck:
     """
 
     world: ClassVar[World] = "one rank"
-    model: Literal["llama", "tied", "qwen3"] = "llama"
+    model: Literal["llama", "tied", "qwen3", "mixture", "mixture of all"] = "llama"
     """Which small model."""
     kernels: Kernels = BASE
     compute: Format = "bfloat16"

@@ -31,6 +31,7 @@ DRAW_EVERY_S = 60
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 TITLES = {
     "checks": "Is it right? Against float64 on the CPU, and bit by bit",
+    "experts": "Decoder layers of mixtures of experts",
     "memory": "Peaks of memory",
     "blocks": "Decoder layers alone",
     "models": "Whole models",

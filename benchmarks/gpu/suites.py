@@ -30,7 +30,7 @@ from benchmarks.gpu.cells import (
 )
 from dtlayout.models.presets import find_preset
 from dtlayout.spec.device import DeviceType
-from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel
 from dtlayout.spec.kernel_table import KERNELS, list_kernels
 from dtlayout.spec.kernels import Compile
 from dtlayout.spec.model_shape import ModelShape
@@ -85,6 +85,21 @@ def checks(device_type: DeviceType, compiles: Sequence[Compile]) -> Iterator[Che
     bits = StepCheck(), StepCheck(documents=True), StepCheck(recompute="selective")
     yield from (RepeatCheck(step=step) for step in bits)
     yield from (ResumeCheck(step=bits[0]), TrainerCheck())
+    yield from checks_of_experts(device_type)
+
+
+def checks_of_experts(device_type: DeviceType) -> Iterator[Check]:
+    """Steps of mixtures with each kernel of the experts and recomputation, and the same bits twice."""
+    for kernel, compute in product(list_kernels(ExpertsKernel), _CHECKED):
+        if compute in kernel.formats(device_type):
+            kernels = replace(BASE, experts=kernel.name, attention="sdpa-math")
+            chosen: Literal["mixture", "mixture of all"] = "mixture" if compute == "float32" else "mixture of all"
+            yield StepCheck(model=chosen, kernels=kernels, compute=compute)
+    of_all = StepCheck(model="mixture of all", kernels=replace(BASE, experts="grouped"))
+    yield from (replace(of_all, recompute=recompute) for recompute in ("selective", "full"))
+    if device_type == "cuda":
+        yield replace(of_all, kernels=replace(of_all.kernels, compile="blocks"))
+    yield from (RepeatCheck(step=replace(of_all, model="mixture", recompute=each)) for each in ("none", "full"))
 
 
 def vary(base: Training, factors: Mapping[str, Sequence[str]]) -> Iterator[Training]:
@@ -152,12 +167,22 @@ _1B = Training(model="llama3.2-1b", seq_len=4096, global_batch=8, micro_batch=2)
 _3B = Training(model="llama3.2-3b", seq_len=4096, global_batch=8, micro_batch=1)
 _7B = Training(model="llama2-7b", seq_len=4096, global_batch=8, micro_batch=1)
 """The largest that an H200 trains whole without recomputation, by our own prediction."""
+_30B_EXPERTS = Training(
+    model="qwen3-30b-a3b", num_blocks=3, seq_len=4096, global_batch=8, micro_batch=1,
+    kernels=replace(BASE, experts="grouped"),
+)  # fmt: skip
+_MIXTRAL = replace(_30B_EXPERTS, model="mixtral-8x7b", num_blocks=2)
 _FLASH = ("sdpa-flash", "sdpa-cudnn", "fa3")
 
 GPU = Suite(
     device_type="cuda",
     groups={
         "checks": list(checks("cuda", ("blocks", "loss", "model"))),
+        "experts": [
+            *cross([_30B_EXPERTS, _MIXTRAL], compiles=("none", "blocks"), attention=_FLASH[:1]),
+            *(replace(base, recompute="full") for base in (_30B_EXPERTS, _MIXTRAL)),
+            replace(_30B_EXPERTS, kernels=replace(_30B_EXPERTS.kernels, experts="loop")),
+        ],
         "memory": [
             replace(base, recompute=recompute)
             for base in (_1B, replace(_8B_BLOCKS, global_batch=4))
