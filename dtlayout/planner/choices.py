@@ -11,9 +11,10 @@ from typing import Any
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.refusals import show_value
+from dtlayout.costmodel.scenario import request_kernels
 from dtlayout.planner.space import KERNEL_NAMES, Space
 from dtlayout.spec.kernel_table import KERNELS
-from dtlayout.spec.kernels import OpenKernels
+from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import NEEDED_DEGREE
 from dtlayout.spec.layout_names import complete_name, describe_unknown_word, is_whole, read_word, split_name
@@ -99,8 +100,9 @@ def read_avoided(texts: Iterable[str], fixed: Mapping[str, Any]) -> dict[str, li
 def find_idle(space: Space) -> list[str]:
     """One line of advice for each fixed choice that is known to have no effect; an empty list if there is none.
 
-    Two kinds are known. A field of `NEEDED_DEGREE` is not off, and its degree is 1 in all layouts of the space. Or
-    ep_dispatcher=alltoall is asked of an engine that only has deepep. The caller refuses the search with these lines.
+    Three kinds are known. A field of `NEEDED_DEGREE` is not off, and its degree is 1 in all layouts of the space. Or a
+    kernel is of an operation that the model lacks. Or ep_dispatcher=alltoall is asked of an engine that only has
+    deepep. The caller refuses the search with these lines.
     """
     problems = list[str]()
     for name, value in space.fixed.items():
@@ -111,6 +113,13 @@ def find_idle(space: Space) -> list[str]:
                 f"{name}={show_value(value)} has an effect only where {axis} is above 1, and every layout here has "
                 f"{axis}=1; leave it out"
             )
+    request = request_kernels(space.scenario, _OFF)
+    for operation, known in KERNELS.items():
+        usual = getattr(Kernels(), operation)
+        value = space.fixed.get(operation, usual)
+        if value != usual and not known[value].is_used(request):
+            model = space.scenario.model.name
+            problems.append(f"{operation}={value} has no effect, since model {model} has no {operation}; leave it out")
     if space.fixed.get("ep_dispatcher") == "alltoall" and space.scenario.engine.features.sends_tokens_once:
         name = space.scenario.engine.name
         problems.append(f"ep_dispatcher=alltoall is nothing that {name} has; use ep_dispatcher=deepep")

@@ -182,6 +182,8 @@ class Records(Observer):
             mfu=speed.get("mfu"),
             peak_memory_bytes=None if self.peaks is None else tuple(self.peaks),
         )
+        used = self.chosen.kernels.used(self.config.request_kernels(self.device, self.layout))
+        operations = {kernel.operation for kernel in used}
         summary = Summary(
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
@@ -194,7 +196,7 @@ class Records(Observer):
             device=self.device.name,
             torch=torch.__version__,
             attention_kernels=self.executed["attention"],
-            kernels=self.executed,
+            kernels={each: ran for each, ran in self.executed.items() if each in operations},
             chosen=self.chosen.describe(),
             run=replace(self._run, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
         )

@@ -29,6 +29,7 @@ from dtlayout.cli import main
         ([*LLAMA, "--fix", "tp=2", "--fix", "tp=4"], "tp=4 and tp=2: say one of them"),
         ([*LLAMA, "--avoid", "tp2+sp mb1 zero1"], "--avoid 'tp2+sp mb1 zero1' is a whole layout"),
         ([*LLAMA, "--fix", "ep_dispatcher=deepep"], "ep_dispatcher=deepep has an effect only where ep is above 1"),
+        ([*LLAMA, "--fix", "experts=grouped"], "experts=grouped has no effect, since model"),
         ([*LLAMA, "--fix", "tp=1,tp_overlap=true"], "tp_overlap=true has an effect only where tp is above 1"),
         (
             [*LLAMA, "--engine", "torchtitan", "--fix", "ep_overlap=true"],

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtlayout.measure.kernels import KernelRecorder, _match, list_traces
+from dtlayout.ops.grouped import GROUPED, LOOP, multiply_groups
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -22,7 +23,7 @@ def test_each_forward_call_counts_as_the_kernel_that_ran(backend, kernel, num_kv
         for _ in range(3):
             scaled_dot_product_attention(q, k, k, is_causal=is_causal, enable_gqa=num_kv_heads < 4).sum().backward()
     assert recorder.counts["attention"] == {kernel: 3}
-    assert recorder.executed == {"attention": [kernel], "norm": [], "rope": [], "swiglu": []}
+    assert recorder.executed == {"attention": [kernel], "norm": [], "rope": [], "swiglu": [], "experts": []}
 
 
 def test_masked_math_attention_is_math():
@@ -44,6 +45,14 @@ def test_norm_and_activation_have_names_where_they_are_one_operation():
     with KernelRecorder() as recorder:
         F.silu(F.rms_norm(x, (8,))).sum().backward()
     assert (recorder.executed["norm"], recorder.executed["swiglu"]) == (["fused"], ["eager"])
+
+
+@pytest.mark.parametrize(("kernel", "name"), [(GROUPED, "grouped"), (LOOP, "loop")])
+def test_matmuls_of_experts_have_the_name_of_their_kernel(kernel, name):
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    with KernelRecorder() as recorder:
+        multiply_groups(torch.randn(4, 8), torch.randn(2, 8, 8), ends, kernel)
+    assert recorder.counts["experts"] == {name: 1}
 
 
 def test_other_operators_are_none_of_them():
