@@ -1,13 +1,17 @@
 """Weights from a Hugging Face folder into any layout, or into a checkpoint, and from a checkpoint into such a folder.
 
 A rank reads its own slices alone, and of several that hold the same only the first reads: the others get it from there.
-Tensors go out a file at a time, and into a checkpoint a piece at a time. Values that are NaN or infinite go neither in
-nor out. Which tensors and files there are is `models.weights`, and what goes along with them `checkpoint.kept`.
+Tensors go out a file at a time, and into a checkpoint a piece at a time. Experts, which are a stack here and one tensor
+each on disk, are read and written one by one. Values that are NaN or infinite go neither in nor out. Which tensors and
+files there are is `models.weights`, and what goes along with them `checkpoint.kept`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,14 @@ from dtlayout.base.formatting import plural
 from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.kept import made_whole, write_beside, write_json
 from dtlayout.checkpoint.manifest import CHECKPOINTS
-from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
+from dtlayout.checkpoint.parts import Part, load_parts
+from dtlayout.checkpoint.sharded import read_model, save_weights
 from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_config
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights, name_first
-from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_weights, make_index, plan_files
+from dtlayout.models.stored_names import StoredWeight
+from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_stored, make_index, plan_files
 from dtlayout.plans.init import CHUNK, allocate, find_place
 from dtlayout.spec.model_shape import ModelShape
 
@@ -51,6 +57,7 @@ def load_weights(
     """
     allocate(modules, device)
     stored, broken = find_weights(folder), Counter[str]()
+    weights = {weight.name: weight for weight in list_stored(model)}
     named = [
         (model.aliases.get(name, name), parameter)
         for module in modules
@@ -59,10 +66,10 @@ def load_weights(
     try:
         with _Files() as files:
             for name, parameter in named:
-                broken[name] += _fill(parameter, stored[name], name, files)
+                broken += _fill(parameter, weights[name], stored, files)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__} {error}") from error
-    _refuse_broken(_add_up(+broken, group), str(folder))
+    _refuse_broken(_add_up(broken, group), str(folder))
     check_equal_parts(named, [*model.aliases.values()], folder, group)
 
 
@@ -81,25 +88,42 @@ class _Files(ExitStack):
 
 
 @torch.no_grad()
-def _fill(parameter: Tensor, stored: StoredTensor, name: str, files: _Files) -> int:
-    """Fill this rank's part of a parameter; how many values that it has read are NaN or infinite."""
-    num_broken = 0
+def _fill(parameter: Tensor, weight: StoredWeight, stored: Mapping[str, StoredTensor], files: _Files) -> Counter[str]:
+    """Fill this rank's part of a parameter; how many values that it has read of each tensor are NaN or infinite."""
+    broken = Counter[str]()
     local, offset = find_place(parameter)
     groups = _find_copies(parameter)
     if all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in groups):
-        rows = max(1, CHUNK // prod(local.shape[1:]))
-        source = files.find(stored.file).get_slice(name)
-        rest = [slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)]
-        for first in range(0, local.shape[0], rows):
-            part = local[first : first + rows]
-            part.copy_(source[(slice(offset[0] + first, offset[0] + first + part.shape[0]), *rest)])
-            num_broken += _count_broken(part)
+        for name, part, first in _split(local, offset, weight):
+            broken[name] += _read(part, first, files.find(stored[name].file).get_slice(name))
     if isinstance(parameter, DTensor) and groups:
         sent = local.to(parameter.device_mesh.device_type)  # from where the groups send, wherever the state lies
         for group in groups:
             dist.broadcast(sent, group=group, group_src=0)
         if sent is not local:
             local.copy_(sent)
+    return +broken
+
+
+def _split(
+    local: Tensor, offset: tuple[int, ...], weight: StoredWeight
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Tensors on disk that a rank's part of a weight is of: name, that part of it, and where in it the part begins."""
+    if not weight.is_stack:
+        yield weight.tensors[0], local, offset
+        return
+    for number, part in enumerate(local, offset[0]):
+        yield weight.tensors[number], part, offset[1:]
+
+
+def _read(part: Tensor, first: tuple[int, ...], source: Any) -> int:
+    """Fill a part of a tensor, a few rows at a time; how many of its values are NaN or infinite."""
+    num_broken, num_rows = 0, max(1, CHUNK // max(1, prod(part.shape[1:])))
+    rest = [slice(start, start + size) for start, size in zip(first[1:], part.shape[1:], strict=True)]
+    for row in range(0, part.shape[0], num_rows):
+        rows = part[row : row + num_rows]
+        rows.copy_(source[(slice(first[0] + row, first[0] + row + rows.shape[0]), *rest)])
+        num_broken += _count_broken(rows)
     return num_broken
 
 
@@ -154,19 +178,17 @@ def export_weights(
     something cannot be read or written, DataError for the tokenizer, InvalidConfig for a model that no config.json
     describes, or for values that are NaN or infinite in this format.
     """
-    dtype: torch.dtype = getattr(torch, number_format)
     try:
         model = read_model(checkpoint)
-        shapes = dict(list_weights(model))
-        sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+        places = _find_tensors(model, getattr(torch, number_format))
+        sizes = {name: place.num_bytes for name, place in places.items()}
         files = plan_files(sizes, file_bytes)
         with made_whole(folder) as partial:
             write_beside(partial, base, data)
             _write_config(partial, model, number_format, max_seq_len)
             broken: dict[str, int] = {}
             for file, names in files.items():
-                tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-                load_parameters(checkpoint, tensors, alone=True)
+                tensors = _load_tensors(checkpoint, {name: places[name] for name in names})
                 broken |= {name: count for name, tensor in tensors.items() if (count := _count_broken(tensor))}
                 save_file(tensors, partial / file, metadata={"format": "pt"})
             _refuse_broken(broken, f"{checkpoint} in {number_format}")
@@ -175,6 +197,45 @@ def export_weights(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class _TensorPlace:
+    """Where a tensor that goes out is in the model, and its format."""
+
+    weight: StoredWeight
+    number: int
+    """The number of the expert in its stack; 0 where there is no stack."""
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return prod(self.weight.tensor_shape) * self.dtype.itemsize
+
+
+def _find_tensors(model: ModelShape, dtype: torch.dtype) -> dict[str, _TensorPlace]:
+    """The place of each tensor of a folder; what a step counts stays in float32, in which `transformers` has it."""
+    exact = torch.promote_types(dtype, torch.float32)
+    return {
+        name: _TensorPlace(weight, number, exact if weight.is_counter else dtype)
+        for weight in list_stored(model) for number, name in enumerate(weight.tensors)
+    }  # fmt: skip
+
+
+def _load_tensors(checkpoint: Path, places: Mapping[str, _TensorPlace]) -> dict[str, Tensor]:
+    """Tensors out of a checkpoint; experts that follow each other in a stack are read together, into one memory."""
+    tensors: dict[str, Tensor] = {}
+    parts = []
+    for _, group in groupby(places.items(), key=lambda item: item[1].weight.name):
+        (name, place), *others = group
+        shape = place.weight.tensor_shape
+        memory = torch.empty((1 + len(others), *shape) if place.weight.is_stack else shape, dtype=place.dtype)
+        parts.append(Part(place.weight.name, place.number, memory))
+        names = [name, *(each for each, _ in others)]
+        tensors |= zip(names, memory, strict=True) if place.weight.is_stack else {name: memory}
+    load_parts(checkpoint, parts)
+    return tensors
 
 
 def _write_config(folder: Path, model: ModelShape, number_format: str, max_seq_len: int | None) -> None:
@@ -198,25 +259,38 @@ def import_weights(source: Path, folder: Path) -> int:
     model, stored = find_model(str(source / "config.json")), find_weights(source)
     if problems := find_weight_problems(stored, model):
         raise InvalidConfig([f"{source}: {problem}" for problem in problems])
-    formats: dict[str, torch.dtype] = {
-        name: getattr(torch, FORMATS[stored[name].format]) for name, _ in list_weights(model)
-    }
-    broken: dict[str, int] = {}
+    weights = {weight.name: weight for weight in list_stored(model)}
+    formats = {name: _find_format(weight, stored) for name, weight in weights.items()}
+    broken = Counter[str]()
+
+    def read(name: str, rows: slice) -> Tensor:
+        weight = weights[name]
+        if not weight.is_stack:
+            return read_tensor(weight.tensors[0], rows)
+        made = torch.empty((rows.stop - rows.start, *weight.tensor_shape), dtype=formats[name])
+        for row, tensor in zip(made, weight.tensors[rows], strict=True):
+            row.copy_(read_tensor(tensor, slice(None)))
+        return made
+
+    def read_tensor(name: str, rows: slice) -> Tensor:
+        # Opened anew for each piece: what was read of an open file stays mapped, and counts as memory.
+        with safe_open(stored[name].file, framework="pt") as file:
+            tensor: Tensor = file.get_slice(name)[rows]
+        broken[name] += _count_broken(tensor)
+        return tensor
+
     try:
         with made_whole(folder) as partial:
-
-            def read(name: str, rows: slice) -> Tensor:
-                # Opened anew for each piece: what was read of an open file stays mapped, and counts as memory.
-                with safe_open(stored[name].file, framework="pt") as file:
-                    tensor: Tensor = file.get_slice(name)[rows]
-                if num_broken := _count_broken(tensor):
-                    broken[name] = broken.get(name, 0) + num_broken
-                return tensor
-
             save_weights(partial / CHECKPOINTS, model, formats, read)
-            _refuse_broken(broken, str(source))
+            _refuse_broken(+broken, str(source))
             (partial / KEPT).mkdir()
             write_beside(partial / KEPT, source, None)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{source} cannot be written to {folder}: {type(error).__name__} {error}") from error
-    return sum(prod(shape) * formats[name].itemsize for name, shape in list_weights(model))
+    return sum(prod(weight.shape) * formats[name].itemsize for name, weight in weights.items())
+
+
+def _find_format(weight: StoredWeight, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """The format of a weight's tensors; of experts that differ one that holds the values of all."""
+    formats = {FORMATS[stored[name].format] for name in weight.tensors}
+    return reduce(torch.promote_types, (getattr(torch, name) for name in formats))

@@ -49,7 +49,8 @@ from dtlayout.plans.init import find_place
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import Optimizer
 
-_UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
+UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
+"""Errors of reading a checkpoint that are the checkpoint's."""
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
@@ -327,24 +328,24 @@ def _load_state(path: Path, named: Sequence[tuple[str, Tensor]], group: dist.Pro
     tensors = _take_first(named)
     try:
         dcp.load(tensors, storage_reader=Reader(path / "tensors"), process_group=group)
-    except _UNREADABLE as error:  # and not a rank that is gone, which is no reason against another start
+    except UNREADABLE as error:  # and not a rank that is gone, which is no reason against another start
         raise _unreadable(path, error) from error
     for name, tensor in named:
         if tensor is not tensors[name]:  # tied weights at the other end of the pipeline, which this rank has too
             find_place(tensor)[0].copy_(find_place(tensors[name])[0])
 
 
-def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
+def load_parameters(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors, by their names in the whole model and of any float format, with a checkpoint's parameters.
 
-    From all ranks at once, or `alone` on one of them. CheckpointError if they cannot be read.
+    From all ranks at once. CheckpointError if they cannot be read.
     """
     wanted = {f"parameters.{name}": tensor for name, tensor in tensors.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
-            dcp.load(wanted, storage_reader=Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
-    except _UNREADABLE as error:
+            dcp.load(wanted, storage_reader=Reader(path / "tensors"), no_dist=not dist.is_initialized())
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {last_line(error)}") from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import find_inside, parse_json
-from dtlayout.models.files import to_hf
+from dtlayout.models.files import strip_training, to_hf
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.spec.model_shape import ModelShape
 
@@ -129,4 +129,7 @@ def update_config(
     known = config.get("max_position_embeddings")
     if max_seq_len is not None and isinstance(known, int) and known < max_seq_len:
         config["max_position_embeddings"] = max_seq_len
-    return config if parse_hf(config, model.name) == model else new
+    try:
+        return config if parse_hf(config, model.name) == strip_training(model) else new
+    except InvalidConfig:  # the base says a size by a synonym of the key that has changed
+        return new

@@ -13,6 +13,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.operations import Weight
 from dtlayout.models.presets import PRESETS
+from dtlayout.models.stored_names import MIXTRAL_NAMES, STORED_NAMES
 from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, join
 from dtlayout.spec.model_shape import ModelShape
 
@@ -30,7 +31,8 @@ class Family:
     module: str | Callable[..., Any] = "dtlayout.models.llama:Llama"
     """Class that builds the model or a part of it, called like `models.llama.Llama`; a text is imported when needed."""
     traits: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ModelShape that a config.json leaves out, because all models of the family have them."""
+    """Fields of ModelShape that a config.json leaves out, because all models of the family have them; those of its
+    experts are a table."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key of config.json → value that `transformers` takes if a file lacks the key. For other keys `COMMON_DEFAULTS`
     has the value; a size that is in neither must be in the file."""
@@ -38,6 +40,14 @@ class Family:
     """Whether `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
     ignored_keys: Collection[str] = ()
     """Keys of config.json that other families compute with and this one ignores."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Field of `Experts` → key of config.json; empty where no model of the family has experts."""
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Key of config.json → another key that means the same; the second is written."""
+    allowed: Mapping[str, Any] = field(default_factory=dict)
+    """Key of config.json → the only value with which the blocks here compute what `transformers` does."""
+    stored_names: Mapping[str, str] = field(default_factory=lambda: STORED_NAMES)
+    """Weight of a block → its name in a Hugging Face folder, where that is another; "*" is the number of an expert."""
 
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
@@ -53,6 +63,17 @@ _QWEN = _LLAMA | {
     "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
+_ROUTING = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_MIXTRAL = _LLAMA | _ROUTING | {
+    "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_QWEN3_MOE = _ROUTING | {
+    "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32_768,
+    "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": False, "mlp_only_layers": None,
+}  # fmt: skip
 """Defaults of `transformers` 5 and 4, where the two versions agree."""
 
 FAMILIES: dict[str, Family] = {
@@ -66,6 +87,24 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="qwen3", architecture="Qwen3ForCausalLM", traits={"qk_norm": True},
             defaults=_QWEN | {"head_dim": 128}, ignored_keys=("mlp_bias",),
+        ),
+        Family(
+            name="mixtral", architecture="MixtralForCausalLM", defaults=_MIXTRAL, stored_names=MIXTRAL_NAMES,
+            experts={
+                "number": "num_local_experts", "per_token": "num_experts_per_tok", "ffn_size": "intermediate_size",
+                "balance_loss": "router_aux_loss_coef",
+            },
+            synonyms={"num_experts": "num_local_experts"}, allowed={"router_jitter_noise": 0.0},
+        ),
+        Family(
+            name="qwen3_moe", architecture="Qwen3MoeForCausalLM", traits={"qk_norm": True}, defaults=_QWEN3_MOE,
+            experts={
+                "number": "num_experts", "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size",
+                "normalized": "norm_topk_prob", "dense_layers": "mlp_only_layers",
+                "balance_loss": "router_aux_loss_coef",
+            },
+            synonyms={"num_local_experts": "num_experts"}, allowed={"decoder_sparse_step": 1},
+            ignored_keys=("mlp_bias",),
         ),
     )
 }  # fmt: skip

@@ -6,7 +6,7 @@ any. A training config is such a file. A config.json must be of one of `models.f
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from dtlayout.base import toml
@@ -15,12 +15,15 @@ from dtlayout.base.files import expand, parse_json
 from dtlayout.base.formatting import shorten
 from dtlayout.models.families import find_family
 from dtlayout.models.hf_config import HF_NAMES, parse_hf
+from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.presets import PRESETS
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.model_shape import Experts, ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
 """Fields that dtlayout always writes into a config. Fields that may be None are left out, since TOML has no null."""
+_OF_TRAINING = ("bias_rate", "z_loss", "imbalance")
+"""Fields of Experts that only training and predictions read: no config.json says them, and none needs to."""
 
 
 def find_model(text: str) -> ModelShape:
@@ -71,9 +74,19 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
         config["max_position_embeddings"] = max(max_seq_len or 0, stretched)  # as far as the wavelengths reach
         scaling["original_max_position_embeddings"] = scaling.pop("original_context")
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    if parse_hf(config, model.name) != model:
+    if model.experts is not None:
+        config |= write_experts(model.experts, find_family(model.family))
+    if parse_hf(config, model.name) != strip_training(model):
         raise InvalidConfig(f"model {model.name} has what no config.json of model_type={model.family!r} says")
     return config
+
+
+def strip_training(model: ModelShape) -> ModelShape:
+    """The model as a config.json can describe it, with the defaults of what only training and predictions read."""
+    if model.experts is None:
+        return model
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(Experts) if each.name in _OF_TRAINING}
+    return replace(model, experts=replace(model.experts, **defaults))
 
 
 def parse_toml(content: str) -> ModelShape:
@@ -87,16 +100,26 @@ def parse_toml(content: str) -> ModelShape:
 def complete(table: dict[str, Any], suffixes: Sequence[str] = (".json", ".toml")) -> dict[str, Any]:
     """A [model] with the missing sizes of the model that its name names: a preset, a Hugging Face folder or a file.
 
-    A table that has every size already, such as a run's own config, stays as it is, whatever its name means now.
+    A table that has every size already, such as a run's own config, stays as it is, whatever its name means now. Of
+    experts and other tables in it, too, only what is missing comes from that model.
     """
     name = table.get("name")
     if not isinstance(name, str) or table.keys() >= _WRITTEN:
         return table
     if name in PRESETS:
-        return {**asdict(PRESETS[name]), **table}
+        return _fill_in(table, asdict(PRESETS[name]))
     path = expand(name)
     is_folder = bool(name) and os.path.isfile(path / "config.json")
     if not is_folder and not (path.suffix in suffixes and os.path.isfile(path)):
         return table
     found = find_model(str(path.absolute()))  # an absolute path is never a preset's name
-    return {**asdict(found), **table, "name": found.name}
+    return {**_fill_in(table, asdict(found)), "name": found.name}
+
+
+def _fill_in(table: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """`found` with the entries of `table` in their places, also inside of tables that both have."""
+    inner = {
+        key: {**found[key], **value} for key, value in table.items()
+        if isinstance(value, dict) and isinstance(found.get(key), dict)
+    }  # fmt: skip
+    return {**found, **table, **inner}

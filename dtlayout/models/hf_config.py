@@ -14,6 +14,7 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import shorten
 from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, Family
+from dtlayout.models.hf_experts import list_expert_keys, read_experts
 from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
@@ -71,6 +72,7 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     if not isinstance(config, dict):
         raise InvalidConfig("it is no table of sizes")
     family = _find_family(config)
+    config, problems = _join_synonyms(config, family)
     values: dict[str, Any] = {}
     defaults = {**COMMON_DEFAULTS, **family.defaults}
     for ours, theirs in HF_NAMES.items():
@@ -79,7 +81,7 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     if values["num_kv_heads"] is None:
         values["num_kv_heads"] = values.get("num_heads")
     required = [HF_NAMES[each.name] for each in fields(ModelShape) if _is_missing(each, values)]
-    problems = [f"{key} is missing{': it is null' * (key in config)}" for key in required]
+    problems += [f"{key} is missing{': it is null' * (key in config)}" for key in required]
     problems += _find_unknown(config, family)
     if values["head_dim"] is None and family.defaults.get("head_dim") is not None:
         problems.append(
@@ -87,12 +89,14 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
         )
     problems += _find_windows(config, defaults, values.get("num_layers"))
     rope, rope_problems = _read_rope(config, values["rope_theta"], defaults)
-    if problems := problems + rope_problems:
+    experts, expert_problems = read_experts(config, family)
+    if problems := problems + rope_problems + expert_problems:
         raise InvalidConfig(problems)
+    table = {"name": name or "own", "family": family.name, **family.traits, **values, **rope}
+    if experts:
+        table["experts"] = {**family.traits.get("experts", {}), **experts}
     try:
-        shape = toml.parse(
-            {"name": name or "own", "family": family.name, **family.traits, **values, **rope}, ModelShape, "model"
-        )
+        shape = toml.parse(table, ModelShape, "model")
     except InvalidConfig as error:
         raise InvalidConfig(error.problems + _list_assumed(config, defaults, family)) from None
     if family.heads_divide_width and shape.hidden_size % shape.num_heads:
@@ -101,6 +105,17 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
             f"transformers opens no such {family.name}, whatever head_dim says"
         )
     return shape
+
+
+def _join_synonyms(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """The config with one key of each two that mean the same, and a problem for each two that differ."""
+    joined, problems = dict(config), []
+    for other, key in family.synonyms.items():
+        if other in joined and joined.setdefault(key, value := joined.pop(other)) != value:
+            problems.append(
+                f"{key}={joined[key]!r} and {other}={value!r} mean the same and differ; remove the wrong one"
+            )
+    return joined, problems
 
 
 def _is_missing(each: Any, values: Mapping[str, Any]) -> bool:
@@ -149,11 +164,13 @@ def _find_family(config: dict[str, Any]) -> Family:
 
 def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
     """Problems with keys that change sizes or numbers in ways not computed here, or whose names sound like that."""
-    for key, usual in _USUAL.items():
-        if key in config and config[key] not in usual:
-            yield f"{key}={config[key]!r} is not known; {usual[0]!r} is"
+    usual = _USUAL | {key: (value,) for key, value in family.allowed.items()}
+    for key, values in usual.items():
+        if key in config and config[key] not in values:
+            yield f"{key}={config[key]!r} is not known; {values[0]!r} is"
+    passing = {*_READ, *_HARMLESS, *usual, *family.ignored_keys, *list_expert_keys(family)}
     for key, value in config.items():
-        if key in _READ or key in _HARMLESS or key in family.ignored_keys or not _SUSPICIOUS.search(key):
+        if key in passing or not _SUSPICIOUS.search(key):
             continue
         is_neutral = value in _NEUTRAL or value in ([], {}) or (value == 1 and bool(_NEUTRAL_FACTOR.search(key)))
         if not is_neutral:
@@ -169,23 +186,27 @@ def _shorten(value: Any) -> str:
 
 def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layers: Any) -> Iterator[str]:
     """Problems with blocks that would not attend to all earlier tokens."""
-    kinds = config.get("layer_types")
+    kinds, is_switched = config.get("layer_types"), "use_sliding_window" in defaults
+    # Mixtures of experts have a window in each block or in none, and do not ask what kind a block is.
+    is_everywhere = "sliding_window" in defaults and "max_window_layers" not in defaults
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             yield f"layer_types={_shorten(kinds)} must name each of num_hidden_layers={num_layers} blocks"
         elif other := [each for each in kinds if each != "full_attention"]:
             yield f"layer_types names {other[0]!r}; full_attention alone is known"
-        return
+        if not is_everywhere:
+            return
     is_used = config.get("use_sliding_window", defaults.get("use_sliding_window"))
-    if is_used and "use_sliding_window" not in defaults:
+    if is_used and not is_switched:
         yield f"use_sliding_window={_shorten(is_used)} is not known of {config.get('model_type')}"
         return
     window = config.get("sliding_window", defaults.get("sliding_window") if is_used else None)
-    if window is None or is_used is False:
+    if window is None or (is_used is False and (is_switched or not is_everywhere)):
         return
-    first = config.get("max_window_layers", defaults.get("max_window_layers", 0))
+    first = 0 if is_everywhere else config.get("max_window_layers", defaults.get("max_window_layers", 0))
     if not isinstance(first, int) or not isinstance(num_layers, int) or first < num_layers:
-        yield f"sliding_window={window!r} is on in blocks from {first} on; use use_sliding_window=false to plan without"
+        off = "use_sliding_window=false" if is_switched or not is_everywhere else "sliding_window=null"
+        yield f"sliding_window={window!r} is on in blocks from {first} on; use {off} to plan without"
 
 
 def _read_rope(config: dict[str, Any], theta: Any, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

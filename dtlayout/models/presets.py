@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.spec.model_shape import ModelShape, RopeScaling
+from dtlayout.spec.model_shape import Experts, ModelShape, RopeScaling
 
 _ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
 _LLAMA1 = {"vocab_size": 32_000, "norm_eps": 1e-6}
@@ -21,6 +21,8 @@ _QWEN3 = {
     "family": "qwen3", "head_dim": 128, "vocab_size": 151_936, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6,
 }  # fmt: skip
 _QWEN3_SMALL = _QWEN3 | {"tied_embeddings": True}
+_MIXTRAL = {"family": "mixtral", "vocab_size": 32_000, "rope_theta": 1e6}
+_QWEN3_MOE = _QWEN3 | {"family": "qwen3_moe"}
 
 _SIZES: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
     # name, hidden_size, num_layers, num_heads, num_kv_heads, ffn_size, and what its series has in common
@@ -50,6 +52,17 @@ _SIZES: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
     ("qwen3-8b", 4096, 36, 32, 8, 12_288, _QWEN3),
     ("qwen3-14b", 5120, 40, 40, 8, 17_408, _QWEN3),
     ("qwen3-32b", 5120, 64, 64, 8, 25_600, _QWEN3),
+    ("mixtral-8x7b", 4096, 32, 32, 8, 14_336, _MIXTRAL | {"experts": Experts(number=8, per_token=2, ffn_size=14_336)}),
+    ("qwen3-30b-a3b", 2048, 48, 32, 4, 6144, _QWEN3_MOE | {"experts": Experts(number=128, per_token=8, ffn_size=768)}),
+    (
+        "qwen3-235b-a22b",
+        4096,
+        94,
+        64,
+        4,
+        12_288,
+        _QWEN3_MOE | {"experts": Experts(number=128, per_token=8, ffn_size=1536)},
+    ),
 )
 
 PRESETS: dict[str, ModelShape] = {

@@ -1,8 +1,8 @@
 """Weights in a Hugging Face folder: which tensors a model has, and what is wrong with a folder's. No torch.
 
 A folder is a config.json beside model.safetensors, or beside model-00001-of-0000N.safetensors and their index
-(`models.stored`). Names are those of our modules too, and rotary embeddings turn the same pairs, so that nothing is
-renamed or permuted.
+(`models.stored`). Most names are those of our modules too; `models.stored_names` has the others, and that experts lie
+there one by one. Rotary embeddings turn the same pairs, so that nothing is permuted.
 """
 
 import os
@@ -14,30 +14,47 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
 from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files
 from dtlayout.models.description import BLOCKS
-from dtlayout.models.families import describe
+from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_model
+from dtlayout.models.operations import Weight
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.models.stored_names import StoredWeight, store
+from dtlayout.spec.model_shape import Experts, ModelShape
 
 FILE_BYTES = 2 << 30
 """Largest file that is written, and about what writing it takes of the host's memory."""
 _UNSEEN = ("num_heads", "num_kv_heads", "norm_eps")
 """Sizes that no tensor's shape tells."""
+_UNSEEN_OF_EXPERTS = ("per_token", "score", "normalized", "scale", "groups", "groups_per_token")
+"""Fields of Experts that no tensor tells, and that change what a model computes."""
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors that older files hold although they follow from the sizes."""
 
 
 def list_weights(model: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of each parameter, in the model's order; tied embeddings once."""
+    for block, weight in _list_described(model):
+        yield f"{block}{weight.name}", weight.shape
+
+
+def list_stored(model: ModelShape) -> Iterator[StoredWeight]:
+    """Each parameter with its tensors in a Hugging Face folder, in the model's order; tied embeddings once."""
+    table = find_family(model.family).stored_names
+    for block, weight in _list_described(model):
+        yield store(weight, block, table)
+
+
+def _list_described(model: ModelShape) -> Iterator[tuple[str, Weight]]:
+    """Prefix of a block's names and weight, for each parameter; the prefix is empty outside of blocks."""
     described = describe(model)
-    yield described.embedding.name, described.embedding.shape
+    yield "", described.embedding
     for number in range(model.num_layers):
         for weight in describe(model.kind_of(number)).block_weights:
-            yield f"{BLOCKS.replace('*', str(number))}.{weight.name}", weight.shape
+            yield f"{BLOCKS.replace('*', str(number))}.", weight
     for weight in described.final_norm.weights:
-        yield weight.name, weight.shape
+        yield "", weight
     if not model.tied_embeddings:
-        yield described.head.name, described.head.shape
+        yield "", described.head
 
 
 def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
@@ -45,7 +62,7 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
 
     A tied weight that is stored under both its names is read under both, since only one would be taken.
     """
-    wanted = dict(list_weights(model))
+    wanted = {name: weight.tensor_shape for weight in list_stored(model) for name in weight.tensors}
     extra = stored.keys() - wanted.keys() - model.aliases.keys()
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{n} is in none of the model's modules" for n in sorted(extra) if not _COMPUTED.fullmatch(n)]
@@ -76,9 +93,21 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
         find_model_files(folder), find_tokenizer_files(folder)  # which an export takes along
     except InvalidConfig as error:
         return [f"{where}: {problem}" for problem in error.problems]
-    heads = {name: (getattr(made_for, name), getattr(model, name)) for name in _UNSEEN}
-    problems += [f"its config.json has {n}={old}, the model {n}={new}" for n, (old, new) in heads.items() if old != new]
+    problems += [
+        f"its config.json has {name}={old}, the model {name}={new}"
+        for name, old, new in _list_unseen(made_for, model) if old != new
+    ]  # fmt: skip
     return [f"{where}: {problem}" for problem in problems]
+
+
+def _list_unseen(made_for: ModelShape, model: ModelShape) -> Iterator[tuple[str, Any, Any]]:
+    """Name of what no tensor tells, and its values in two models."""
+    for name in _UNSEEN:
+        yield name, getattr(made_for, name), getattr(model, name)
+    ours, theirs = made_for.experts, model.experts
+    if isinstance(ours, Experts) and isinstance(theirs, Experts):  # else tensors are missing, and tell
+        for name in _UNSEEN_OF_EXPERTS:
+            yield f"experts.{name}", getattr(ours, name), getattr(theirs, name)
 
 
 def find_other_positions(text: str, model: ModelShape) -> list[str]:
