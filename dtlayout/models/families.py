@@ -72,7 +72,7 @@ _QWEN3_MOE = _ROUTING | {
     "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
     "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32_768,
     "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": False, "mlp_only_layers": None,
+    "moe_intermediate_size": 768, "norm_topk_prob": False, "mlp_only_layers": [],
 }  # fmt: skip
 """Defaults of `transformers` 5 and 4, where the two versions agree."""
 

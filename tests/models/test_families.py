@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen3Config
+from transformers import MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import BLOCKS
@@ -55,6 +55,13 @@ def test_a_name_that_no_weight_has_is_not_found():
         ("qwen3-0.6b", Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, vocab_size=151_936,
                                    num_key_value_heads=8, intermediate_size=3072, tie_word_embeddings=True,
                                    head_dim=128)),
+        ("mixtral-8x7b", MixtralConfig(max_position_embeddings=32_768, router_aux_loss_coef=0.02)),
+        ("qwen3-30b-a3b", Qwen3MoeConfig(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, head_dim=128,
+                                         num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768,
+                                         num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)),
+        ("qwen3-235b-a22b", Qwen3MoeConfig(hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, head_dim=128,
+                                           num_key_value_heads=4, intermediate_size=12_288, num_experts=128,
+                                           moe_intermediate_size=1536, num_experts_per_tok=8, norm_topk_prob=True)),
     ],
 )  # fmt: skip
 def test_a_config_json_of_each_family_makes_its_preset(name, config):
@@ -80,4 +87,4 @@ def test_an_unknown_family_is_refused_with_all_that_exist():
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(InvalidConfig, match="family 'llama': llama, debug is there already"):
         register_family(Family(name="llama"), [find_preset("debug")])
-    assert set(FAMILIES) == {"llama", "qwen2", "qwen3"}
+    assert set(FAMILIES) == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"}

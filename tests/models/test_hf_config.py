@@ -1,7 +1,7 @@
 """A config.json is read as `transformers` reads it: every number, with keys left out; and what is not known is named.
 
-Defaults are those of `transformers` 5, which has them from 4: the families' of `LlamaConfig`, `Qwen2Config` and
-`Qwen3Config`. What changed in 5 is where the rotary embedding's numbers stand, and both spellings are drawn here.
+Defaults are those of `transformers` 5, which has them from 4, in the config class of each family. What
+changed in 5 is where the rotary embedding's numbers stand, and both spellings are drawn here.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.counting import count_parameters
-from dtlayout.models.description import BLOCKS
-from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, describe
+from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES
 from dtlayout.models.files import to_hf
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS
+from dtlayout.models.weights import list_weights
 from dtlayout.ops.rope import rotary_frequencies
 from dtlayout.spec.model_shape import ModelShape
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FAMILY_NAMES = ("llama", "qwen2", "qwen3")  # those that are here without a plugin
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # those that are here without a plugin
 
 
 def build(config: dict[str, Any]) -> torch.nn.Module:
@@ -47,8 +47,19 @@ def find_numbers(model: Any) -> dict[str, Any]:
         "norm_eps": {m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")},
         "rope_theta": model.config.rope_parameters["rope_theta"], "attention_scaling": rotary.attention_scaling,
         "frequencies": rotary.inv_freq.tolist(), "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "windows": {getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers},
+        "windows": {find_window(model, layer.self_attn) for layer in model.model.layers},
+        "routing": {
+            (layer.mlp.gate.num_experts, layer.mlp.gate.top_k, getattr(layer.mlp.gate, "norm_topk_prob", True))
+            for layer in model.model.layers if hasattr(layer.mlp, "gate")
+        },
+        "balance_loss": getattr(model.config, "output_router_logits", False) and model.router_aux_loss_coef,
     }  # fmt: skip
+
+
+def find_window(model: Any, attention: Any) -> int | None:
+    """The window of a block's attention, which Mixtral takes from its config alone."""
+    return model.config.sliding_window if model.config.model_type == "mixtral" else \
+        getattr(attention, "sliding_window", None)  # fmt: skip
 
 
 def list_numbers(shape: ModelShape) -> dict[str, Any]:
@@ -58,22 +69,31 @@ def list_numbers(shape: ModelShape) -> dict[str, Any]:
         "head_width": shape.head_width, "num_kv_heads": shape.num_kv_heads, "num_heads": shape.num_heads,
         "norm_eps": {shape.norm_eps}, "rope_theta": shape.rope_theta, "attention_scaling": 1.0,
         "frequencies": frequencies, "tied": shape.tied_embeddings, "windows": {None},
+        "routing": {(e.number, e.per_token, e.normalized)} if (e := shape.experts) else set(),
+        "balance_loss": e.balance_loss if e else False,
     }  # fmt: skip
 
 
 def list_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    description = describe(shape)
-    ends = (description.embedding, *description.final_norm.weights, description.head)
-    return {weight.name: weight.shape for weight in ends} | {
-        f"{BLOCKS.rstrip('*')}{layer}.{weight.name}": weight.shape
-        for layer in range(shape.num_layers) for weight in description.block_weights
-    }  # fmt: skip
+    return dict(list_weights(replace(shape, tied_embeddings=False)))
+
+
+def find_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a model of transformers, where gate and up of all experts are one."""
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        number, *rest = parameter.shape
+        if name.endswith("gate_up_proj"):
+            opening = (number, rest[0] // 2, rest[1])
+            found |= {name.replace("gate_up_proj", f"{each}.weight"): opening for each in ("gate_proj", "up_proj")}
+        else:
+            found[name + ".weight" * name.endswith("experts.down_proj")] = (number, *rest)
+    return found
 
 
 def check_same(config: dict[str, Any], shape: ModelShape) -> None:
     model = build(config)
-    named = model.named_parameters(remove_duplicate=False)
-    assert list_shapes(shape) == {name: tuple(parameter.shape) for name, parameter in named}
+    assert list_shapes(shape) == find_shapes(model)
     assert count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
     assert find_numbers(model) == list_numbers(shape)
 
@@ -94,7 +114,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "use_sliding_window": False, "sliding_window": draw(st.sampled_from([None, 128])), "pad_token_id": 1,
         "max_window_layers": draw(st.integers(0, 5)), "attention_dropout": 0.0, "partial_rotary_factor": 1.0,
     }  # fmt: skip
-    if family != "llama" and draw(st.booleans()):  # on, but in no block
+    sizes |= draw(experts(family, sizes["num_hidden_layers"]))
+    if family in ("qwen2", "qwen3") and draw(st.booleans()):  # on, but in no block
         sizes |= {"use_sliding_window": True, "max_window_layers": draw(st.integers(3, 9))}
     kept = {name: value for name, value in sizes.items() if draw(st.integers(0, 3))}
     kept["num_hidden_layers"] = sizes["num_hidden_layers"]  # many blocks take long, and their default is tested below
@@ -105,7 +126,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         kept["num_attention_heads"] = draw(st.sampled_from([32, 64]))  # of 4096
     if kept.get("num_key_value_heads") == 4 and draw(st.booleans()):
         kept["num_key_value_heads"] = kept["num_attention_heads"]
-    if kept.get("use_sliding_window") is None:
+    if kept.get("use_sliding_window") is None or family == "mixtral":
         kept.pop("sliding_window", None)  # a Llama that has a window is refused
     elif kept["use_sliding_window"] and kept.get("max_window_layers") is None:
         kept["max_window_layers"] = 40
@@ -114,6 +135,24 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     ):
         kept[key] = draw(ropes())
     return {"model_type": family, **kept}
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
+    """Keys of a config.json about experts; no keys for families that have none."""
+    routing = {
+        "num_experts_per_tok": draw(st.sampled_from([1, 2, 8])), "output_router_logits": draw(st.booleans()),
+        "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.001, 0.02])),
+        draw(st.sampled_from(["num_experts", "num_local_experts"])): draw(st.integers(8, 20)),
+        "num_key_value_heads": draw(st.sampled_from([2, 4])),  # null is refused by transformers
+    }  # fmt: skip
+    if family == "mixtral":
+        return {**routing, "router_jitter_noise": 0.0}
+    of_qwen = {
+        "moe_intermediate_size": draw(st.integers(1, 40)), "norm_topk_prob": draw(st.booleans()),
+        "mlp_only_layers": [*range(draw(st.integers(0, num_layers - 1)))], "decoder_sparse_step": 1,
+    }  # fmt: skip
+    return {**routing, **of_qwen} if family == "qwen3_moe" else {}
 
 
 @st.composite
@@ -189,7 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}}, "auto_map names modeling_mine"),
     ("llama", {"model_type": None}, "model_type is missing; use one of llama, qwen2, qwen3"),
     ("llama", {"model_type": ["llama"]}, r"model_type=\['llama'\] is not known"),
-    ("llama", {"model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not known"),
+    ("llama", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not known"),
     ("llama", {"model_type": "llava", "text_config": {"hidden_size": 8}, "vision_config": {}},
      "model_type='llava' wraps a text model in text_config beside vision_config"),
     ("llama", {"attention_bias": True}, "attention_bias=true is not known"),
@@ -229,6 +268,31 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": None}, "hidden_size is missing: it is null"),
     ("llama", {"vocab_size": 8.5}, "vocab_size=8.5 must be a whole number"),
     ("llama", {"tie_word_embeddings": "yes"}, "tied_embeddings='yes' must be true or false"),
+    ("mixtral", {"num_local_experts": 8, "num_experts": 16}, "num_local_experts=8 and num_experts=16 mean the same"),
+    ("mixtral", {"num_local_experts": None}, "num_local_experts is missing: it is null"),
+    ("mixtral", {"num_local_experts": 1}, "per_token=2 is more than number=1"),
+    ("mixtral", {"num_local_experts": 8.5}, "experts.number=8.5 must be a whole number"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not known; 0.0 is"),
+    ("mixtral", {"output_router_logits": "yes"}, "output_router_logits='yes' must be true or false"),
+    ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": -1.0}, "balance_loss=-1.0 must be at least 0"),
+    ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1 is not known"),
+    ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob=true is not known"),
+    ("mixtral", {"sliding_window": 128}, "sliding_window=128 is on in blocks from 0 on; use sliding_window=null"),
+    ("mixtral", {**OFF, "use_sliding_window": False, "max_window_layers": 2, "layer_types": ["full_attention"] * 2},
+     "sliding_window=128 is on in blocks from 0 on; use sliding_window=null"),
+    ("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}, "num_experts=8 and num_local_experts=16 mean the same"),
+    ("qwen3_moe", {"num_local_experts": None}, "num_experts is missing: it is null"),
+    ("qwen3_moe", {"num_experts": 0}, "experts.number=0 must be from 1"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing: it is null"),
+    ("qwen3_moe", {"norm_topk_prob": "yes"}, "experts.normalized='yes' must be true or false"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not known; 1 is"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not known; 1 is"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not known; it must have the first blocks"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not known; it must have the first blocks"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "dense_layers=2 leaves none of num_layers=2 blocks with experts"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 is not known"),
+    ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not known"),
+    ("qwen3_moe", {**OFF, "max_window_layers": 2}, "sliding_window=128 is on in blocks from 0 on; use use_slid"),
     ("llama", {"hidden_size": 18, "head_dim": 4}, "hidden_size=18 is no multiple of num_attention_heads=4"),
 ]  # fmt: skip
 
@@ -239,6 +303,14 @@ def test_what_is_not_known_is_named(family, change, why):
     with pytest.raises(InvalidConfig, match=why) as caught:
         parse_hf({"model_type": family, **sizes, **change})
     assert all("\n" not in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(("family", "keys"), [("qwen3_moe", ("num_experts", "num_local_experts")),
+                                                 ("mixtral", ("num_local_experts", "num_experts"))])  # fmt: skip
+def test_experts_are_counted_under_either_name_or_under_both(family, keys):
+    read = [parse_hf({"model_type": family, **dict.fromkeys(chosen, 16)}) for chosen in (keys, keys[:1], keys[1:])]
+    assert read[0] == read[1] == read[2] and read[0].experts.number == 16
+    assert [key in to_hf(read[0], "bfloat16") for key in keys] == [True, False]
 
 
 def test_a_default_that_breaks_the_rest_is_named():

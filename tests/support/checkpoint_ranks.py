@@ -19,6 +19,7 @@ from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, save_checkpoint
+from dtlayout.models.stored_names import StoredWeight
 from dtlayout.plans.init import find_place
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.kernels import Kernels
@@ -241,10 +242,10 @@ def refusals_of_unequal(
         for name, tensor in reversed(named):
             spoil(name, tensor)
 
-    def fill_and_spoil(parameter: Tensor, stored: Any, name: str, files: Any) -> int:
-        num_broken: int = fill(parameter, stored, name, files)
-        spoil(name, parameter)
-        return num_broken
+    def fill_and_spoil(parameter: Tensor, weight: StoredWeight, stored: Any, files: Any) -> Any:
+        broken = fill(parameter, weight, stored, files)
+        spoil(weight.name, parameter)
+        return broken
 
     results = []
     for layout, name in cases:

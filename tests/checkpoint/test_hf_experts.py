@@ -1,0 +1,245 @@
+"""Mixtures of experts in Hugging Face folders: one by one there, in stacks here, and equal to the bit both ways.
+
+`transformers` itself is asked which weights a folder holds; it keeps gate and up of all experts in one tensor.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_ranks import start_and_save, start_from_hf
+from hf_models import DOTS1, MIXTURES, open_made, read_by_transformers, save_made
+from safetensors.torch import load_file, save_file
+
+from dtlayout.base.errors import CheckpointError, InvalidConfig
+from dtlayout.checkpoint import sharded
+from dtlayout.checkpoint.hf import export_weights, import_weights, load_weights
+from dtlayout.checkpoint.manifest import find_checkpoint
+from dtlayout.checkpoint.parts import Part, load_parts
+from dtlayout.cli import main
+from dtlayout.models import families
+from dtlayout.models.files import find_model, to_hf
+from dtlayout.models.llama import Llama
+from dtlayout.models.stored import find_weights
+from dtlayout.models.weights import check_init_from, list_stored, list_weights
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+
+TOKENS = torch.arange(40)[None] * 7 % 260
+LAYOUTS = [
+    Layout(dp_shard=4, ep=4),
+    Layout(dp_shard=4, ep=2, zero=3),
+    Layout(dp_shard=4, zero=3),
+    Layout(dp_shard=2, tp=2, ep=2),
+    Layout(pp=2, dp_shard=2, ep=2),
+    Layout(dp_replicate=2, dp_shard=2, ep=2),
+    Layout(tp=4),
+]
+OF_RANKS = ("mixtral", "qwen3_moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_dots1() -> Iterator[None]:
+    with mock.patch.dict(families.FAMILIES):
+        families.register_family(DOTS1)
+        yield
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts that `transformers` made and saved, in several files."""
+    return save_made(request.param, tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    """A Mixtral, for tests to spoil, in one file."""
+    made, saved = save_made("mixtral", tmp_path / "made"), tmp_path / "mixtral"
+    saved.mkdir()
+    (saved / "config.json").write_text((made / "config.json").read_text())
+    save_file(read_tensors(made), saved / "model.safetensors")
+    return saved
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def load(folder: Path) -> Llama:
+    """Our model with a folder's weights, on one process."""
+    model = find_model(str(folder))
+    with torch.device("meta"):
+        ours = Llama(model, Kernels(), 64)
+    load_weights(folder, [ours], model, 0, "cpu")
+    return ours
+
+
+def test_a_folder_comes_in_with_every_value_and_computes_what_transformers_does(folder):
+    assert len([*folder.glob("*.safetensors")]) > 1 and check_init_from(str(folder), find_model(str(folder))) == []
+    ours, theirs = load(folder), read_by_transformers(folder)
+    own = dict(ours.named_parameters())
+    assert own.keys() == theirs.keys()
+    for name, value in own.items():
+        assert torch.equal(value, theirs[name]), name
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS), open_made(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_and_out_again_it_has_the_same_tensors_and_opens_in_transformers(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded, "_PIECE_BYTES", 5000)  # some experts of a stack
+    import_weights(folder, tmp_path / "run")
+    export_weights(find_checkpoint(tmp_path / "run"), tmp_path / "out", number_format="float32", file_bytes=5000)
+    before, after = read_tensors(folder), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    theirs, again = read_by_transformers(folder), read_by_transformers(tmp_path / "out")
+    assert theirs.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in theirs.items())
+    model = find_model(str(folder))
+    assert replace(find_model(str(tmp_path / "out")), name=model.name) == model
+    read, written = (open_made(path).config for path in (folder, tmp_path / "out"))
+    for key in (*families.find_family(model.family).experts.values(), "output_router_logits"):
+        assert getattr(read, key) == getattr(written, key), key
+
+
+def test_no_file_is_larger_than_asked_where_a_stack_is(folder, tmp_path):
+    import_weights(folder, tmp_path / "run")
+    export_weights(find_checkpoint(tmp_path / "run"), tmp_path / "out", number_format="float32", file_bytes=13_000)
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        sizes = [tensor.nbytes for tensor in load_file(file).values()]
+        assert sum(sizes) <= 13_000 or len(sizes) == 1
+    stacks = [weight for weight in list_stored(find_model(str(folder))) if weight.is_stack]
+    files = [{find_weights(tmp_path / "out")[name].file for name in weight.tensors} for weight in stacks]
+    assert any(len(each) > 1 for each in files) and any(
+        len(each) < len(weight.tensors) for each, weight in zip(files, stacks, strict=True)
+    )
+
+
+@pytest.mark.parametrize("folder", OF_RANKS, indirect=True)
+def test_every_rank_reads_the_experts_that_it_has_and_no_others(ranks4, folder):
+    model, stored = find_model(str(folder)), read_by_transformers(folder)
+    by_rank = ranks4.run(start_from_hf, LAYOUTS, model, folder, timeout_s=150)
+    for number, layout in enumerate(LAYOUTS):
+        found, num_read = {}, 0
+        for rank in by_rank:
+            weights, read, held = rank[number]
+            found |= weights
+            num_read += read
+            assert read <= held
+        assert found.keys() == {name for name, _ in list_weights(model)}
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, stored[name].numpy(), err_msg=f"{layout} {name}")
+        assert num_read == sum(value.numel() for value in stored.values())
+
+
+@pytest.mark.parametrize("folder", OF_RANKS, indirect=True)
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]], ids=str)
+def test_what_ranks_saved_goes_out_as_it_came(ranks4, folder, layout, tmp_path):
+    ranks4.run(start_and_save, layout, find_model(str(folder)), folder, tmp_path / "checkpoints")
+    export_weights(
+        tmp_path / "checkpoints" / "step-00000000", tmp_path / "out", number_format="float32", file_bytes=20_000
+    )
+    before, after = read_tensors(folder), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("folder", ["dots1"], indirect=True)
+def test_in_bf16_a_correction_bias_keeps_its_bits(folder, tmp_path):
+    import_weights(folder, tmp_path / "run")
+    export_weights(find_checkpoint(tmp_path / "run"), tmp_path / "out")
+    before, after = read_tensors(folder), read_tensors(tmp_path / "out")
+    for name, tensor in after.items():
+        is_counter = "e_score_correction_bias" in name
+        assert tensor.dtype == (torch.float32 if is_counter else torch.bfloat16)
+        assert torch.equal(tensor, before[name].to(tensor.dtype)), name
+    assert sum("e_score_correction_bias" in name for name in after) == 3
+
+
+def test_what_is_wrong_with_experts_is_named_as_the_folder_names_them(mixtral):
+    tensors = read_tensors(mixtral)
+    block = "model.layers.1.block_sparse_moe.experts"
+    spoilt = {**tensors, f"{block}.4.w1.weight": torch.zeros(48, 32), f"{block}.1.w3.weight": torch.zeros(32, 48)}
+    del spoilt[f"{block}.2.w2.weight"]
+    spoilt["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(4, 96, 32)
+    save_file(spoilt, mixtral / "model.safetensors")
+    where = f"train.init_from={str(mixtral)!r}: "
+    problems = [
+        f"{block}.2.w2.weight is missing",
+        "model.layers.0.mlp.experts.gate_up_proj is in none of the model's modules",
+        f"{block}.4.w1.weight is in none of the model's modules",
+        f"{block}.1.w3.weight has the shape [32, 48], where the model's is [48, 32]",
+    ]
+    assert check_init_from(str(mixtral), find_model(str(mixtral))) == [where + each for each in problems]
+    with pytest.raises(InvalidConfig) as caught:
+        import_weights(mixtral, mixtral / "run")
+    assert caught.value.problems == [f"{mixtral}: {each}" for each in problems]
+
+
+def test_values_that_are_no_numbers_are_counted_for_each_expert(mixtral, tmp_path):
+    tensors = read_tensors(mixtral)
+    name = "model.layers.3.block_sparse_moe.experts.2.w3.weight"
+    tensors[name][4, :3] = torch.inf
+    save_file(tensors, mixtral / "model.safetensors")
+    for come_in in (lambda: load(mixtral), lambda: import_weights(mixtral, tmp_path / "run")):
+        with pytest.raises(InvalidConfig, match=f"{name} is NaN or infinite in 3 places"):
+            come_in()
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_no_tensor_tells_about_experts_must_be_the_folders(mixtral):
+    model = find_model(str(mixtral))
+    other = replace(model, experts=replace(model.experts, per_token=3, scale=2.0, balance_loss=0.01, z_loss=0.001))
+    assert [problem.partition(": ")[2] for problem in check_init_from(str(mixtral), other)] == [
+        "its config.json has experts.per_token=2, the model experts.per_token=3",
+        "its config.json has experts.scale=1.0, the model experts.scale=2.0",
+    ]
+
+
+def test_experts_of_several_formats_make_a_stack_that_holds_all_their_values(mixtral, tmp_path):
+    tensors = read_tensors(mixtral)
+    name = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+    tensors |= {name.format(0): tensors[name.format(0)].half(), name.format(1): tensors[name.format(1)].bfloat16()}
+    save_file(tensors, mixtral / "model.safetensors")
+    import_weights(mixtral, tmp_path / "run")
+    export_weights(find_checkpoint(tmp_path / "run"), tmp_path / "out", number_format="float32")
+    for number in range(4):
+        out = read_tensors(tmp_path / "out")[name.format(number)]
+        assert torch.equal(out, tensors[name.format(number)].float())
+
+
+def test_a_model_trained_with_losses_of_the_router_goes_out(mixtral, tmp_path):
+    model = find_model(str(mixtral))
+    trained = replace(model, experts=replace(model.experts, balance_loss=0.02, z_loss=0.001, imbalance=1.5))
+    config = to_hf(trained, "bfloat16")
+    assert (config["output_router_logits"], config["router_aux_loss_coef"]) == (True, 0.02)
+    assert to_hf(model, "bfloat16")["output_router_logits"] is False
+    with pytest.raises(InvalidConfig, match=r"has what no config.json of model_type='mixtral' says"):
+        to_hf(replace(model, experts=replace(model.experts, normalized=False)), "bfloat16")
+
+
+def test_a_checkpoint_that_has_no_such_experts_is_named(mixtral, tmp_path):
+    import_weights(mixtral, tmp_path / "run")
+    checkpoint, stack = find_checkpoint(tmp_path / "run"), "model.layers.0.mlp.experts.up_proj.weight"
+    for first, memory, why in (
+        (2, torch.empty(3, 48, 32), r"\[4, 48, 32\]"),
+        (0, torch.empty(1, 32, 48), "not the model's"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{stack} has the shape .*{why}"):
+            load_parts(checkpoint, [Part(stack, first, memory)])
+    with pytest.raises(CheckpointError, match=r"it has no model\.extra"):
+        load_parts(checkpoint, [Part("model.extra", 0, torch.empty(1))])
+
+
+def test_the_command_takes_them_both_ways(mixtral, tmp_path, capsys):
+    assert main(["convert", str(mixtral), str(tmp_path / "run")]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "float32"]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    before, after = read_tensors(mixtral), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], each) for name, each in after.items())
+    said = [json.loads((path / "config.json").read_text()) for path in (mixtral, tmp_path / "out")]
+    assert said[0] == said[1]
