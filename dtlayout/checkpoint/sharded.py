@@ -10,7 +10,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from dtlayout.checkpoint.manifest import (
 from dtlayout.checkpoint.optimizer_state import fill_state
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.models.families import find_weight
+from dtlayout.models.files import strip_training
 from dtlayout.models.weights import list_weights
 from dtlayout.plans.init import find_place
 from dtlayout.spec.model_shape import ModelShape
@@ -297,15 +298,12 @@ def load_checkpoint(
     """
     try:
         state = _read_state(path)
-        step, saved_model, saved_optimizer = state["step"], dict(state["model"]), state.get("optimizer", {})
+        step, saved_optimizer = state["step"], state.get("optimizer", {})
         kept_settings = {} if saved_optimizer is None else dict(saved_optimizer)
     except (ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
-    wanted = {name: value for name, value in json.loads(json.dumps(asdict(model))).items() if name != "name"}
-    # A field that came later had its default when this was saved.
-    defaults = {f.name: f.default for f in fields(ModelShape) if f.default is not MISSING}
-    saved = {name: saved_model.get(name, defaults.get(name)) for name in wanted}
-    changes = {"model": find_changes(saved, wanted)}
+    saved, wanted = (asdict(strip_training(each)) for each in (read_model(path), replace(model, name="")))
+    changes = {"model": find_changes({**saved, "name": ""}, wanted)}
     changes["optimizer"] = find_changes(kept_settings, _describe_optimizer(settings))
     for what, changed in changes.items():
         if changed:

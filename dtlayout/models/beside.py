@@ -130,6 +130,6 @@ def update_config(
     if max_seq_len is not None and isinstance(known, int) and known < max_seq_len:
         config["max_position_embeddings"] = max_seq_len
     try:
-        return config if parse_hf(config, model.name) == strip_training(model) else new
+        return config if strip_training(parse_hf(config, model.name)) == strip_training(model) else new
     except InvalidConfig:  # the base says a size by a synonym of the key that has changed
         return new

@@ -22,8 +22,8 @@ from dtlayout.spec.model_shape import Experts, ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
 """Fields that dtlayout always writes into a config. Fields that may be None are left out, since TOML has no null."""
-_OF_TRAINING = ("bias_rate", "z_loss", "imbalance")
-"""Fields of Experts that only training and predictions read: no config.json says them, and none needs to."""
+_OF_TRAINING = ("bias_rate", "balance_loss", "z_loss", "imbalance")
+"""Fields of Experts that only training and predictions read: logits are the same whatever they are."""
 
 
 def find_model(text: str) -> ModelShape:
@@ -76,13 +76,13 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if model.experts is not None:
         config |= write_experts(model.experts, find_family(model.family))
-    if parse_hf(config, model.name) != strip_training(model):
+    if strip_training(parse_hf(config, model.name)) != strip_training(model):
         raise InvalidConfig(f"model {model.name} has what no config.json of model_type={model.family!r} says")
     return config
 
 
 def strip_training(model: ModelShape) -> ModelShape:
-    """The model as a config.json can describe it, with the defaults of what only training and predictions read."""
+    """The model with the defaults of what only training and predictions read: two that compute the same are equal."""
     if model.experts is None:
         return model
     defaults: dict[str, Any] = {each.name: each.default for each in fields(Experts) if each.name in _OF_TRAINING}

@@ -20,7 +20,7 @@ _MIXTURES = {
     "235B-A22B": (4096, 94, 64, 4, 128, 151_936, Experts(number=128, per_token=8, ffn_size=1536)),
 }
 """Flavor → width, blocks, heads, key heads, width of a head, vocabulary and experts of a Qwen3 with experts."""
-_MODULES = {"llama": "llama3", "qwen3": "qwen3"}
+_MODULES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 """Family → torchtitan's name of the model."""
 _ROTATE = {"gather": "allgather", "ring": "alltoall"}
 """Our method of attention over cp → context_parallel_rotate_method."""
@@ -96,7 +96,7 @@ def _check(job: Job) -> None:
 
 def _check_experts(model: ModelShape, experts: Experts, layout: Layout) -> None:
     has_others = experts.bias or experts.dense_layers or experts.shared_ffn_size % experts.ffn_size
-    if model.family != "qwen3" or has_others:
+    if _MODULES[model.family] != "qwen3" or has_others:
         raise InvalidConfig(
             f"model {model.name}: of mixtures of experts those of Qwen3 are written for torchtitan, with experts alike "
             f"in all blocks; leave out --emit, or use --engine megatron"

@@ -21,14 +21,20 @@ from dtlayout.checkpoint import sharded
 from dtlayout.checkpoint.hf import export_weights, import_weights, load_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.parts import Part, load_parts
+from dtlayout.checkpoint.sharded import load_checkpoint
 from dtlayout.cli import main
+from dtlayout.config.loading import parse_config
 from dtlayout.models import families
-from dtlayout.models.files import find_model, to_hf
+from dtlayout.models.beside import update_config
+from dtlayout.models.files import find_model, strip_training, to_hf
+from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.llama import Llama
 from dtlayout.models.stored import find_weights
 from dtlayout.models.weights import check_init_from, list_stored, list_weights
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD
+from dtlayout.training.optimizer import build_optimizer
 
 TOKENS = torch.arange(40)[None] * 7 % 260
 LAYOUTS = [
@@ -220,6 +226,38 @@ def test_a_model_trained_with_losses_of_the_router_goes_out(mixtral, tmp_path):
     assert to_hf(model, "bfloat16")["output_router_logits"] is False
     with pytest.raises(InvalidConfig, match=r"has what no config.json of model_type='mixtral' says"):
         to_hf(replace(model, experts=replace(model.experts, normalized=False)), "bfloat16")
+
+
+def test_a_run_goes_on_with_other_losses_and_not_with_another_router(mixtral, tmp_path, one_rank):
+    import_weights(mixtral, tmp_path / "run")
+    checkpoint, ours = find_checkpoint(tmp_path / "run"), load(mixtral)
+    optimizer = build_optimizer([ours], find_model(str(mixtral)), SGD())
+    for change, is_taken in (({"balance_loss": 0.01, "z_loss": 0.001}, True), ({"per_token": 3}, False)):
+        model = find_model(str(mixtral))
+        model = replace(model, experts=replace(model.experts, **change))
+        if is_taken:
+            assert load_checkpoint(checkpoint, [ours], optimizer, model, SGD()) == 0
+            continue
+        with pytest.raises(CheckpointError, match=r"holds another model: experts=.*'per_token': 2"):
+            load_checkpoint(checkpoint, [ours], optimizer, model, SGD())
+
+
+def test_a_config_says_of_experts_what_differs_from_the_model_that_it_names(mixtral):
+    tables = {"batch": {"global_batch": 2, "seq_len": 16}, "train": {"steps": 1}}
+    for name in ("qwen3-30b-a3b", str(mixtral)):
+        model = find_model(name)
+        changed = parse_config({**tables, "model": {"name": name, "experts": {"z_loss": 0.001}}}).model
+        assert changed == replace(model, experts=replace(model.experts, z_loss=0.001))
+        assert strip_training(changed) == strip_training(model) != strip_training(replace(model, num_layers=2))
+
+
+def test_a_size_that_the_base_says_by_another_key_is_said_once(mixtral):
+    base = json.loads((mixtral / "config.json").read_text())
+    base["num_experts"] = base.pop("num_local_experts")
+    model = find_model(str(mixtral))
+    assert update_config(base, model, "float32", None) == base
+    larger = replace(model, experts=replace(model.experts, number=6))
+    assert parse_hf(update_config(base, larger, "float32", None), model.name) == larger
 
 
 def test_a_checkpoint_that_has_no_such_experts_is_named(mixtral, tmp_path):

@@ -44,10 +44,7 @@ LAYOUTS = {
     "interleaved": PIPELINE,
     "interleaved evenly": replace(PIPELINE, stage_layers=(4,) * 8),
 }
-QWEN = replace(
-    PRESETS["qwen3-8b"], name="qwen3-30b-a3b", hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,
-    head_dim=128, ffn_size=6144, experts=Experts(number=128, per_token=8, ffn_size=768),
-)  # fmt: skip
+QWEN = PRESETS["qwen3-30b-a3b"]
 DEEPSEEK = replace(
     PRESETS["llama-7b"], name="deepseek", num_layers=8, head_dim=192,
     experts=Experts(number=64, per_token=6, ffn_size=1408, shared_ffn_size=2816, dense_layers=1),

@@ -48,7 +48,7 @@ def test_a_line_has_the_promised_keys_in_their_order(tmp_path):
 
 
 @given(
-    model=st.sampled_from(list(PRESETS.values())),
+    model=st.sampled_from([model for model in PRESETS.values() if model.experts is None]),
     global_batch=st.integers(1, 2048),
     seq_len=st.integers(1, 1 << 16),
     world_size=st.integers(1, 1 << 14),
