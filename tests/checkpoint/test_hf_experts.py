@@ -14,7 +14,9 @@ import pytest
 import torch
 from checkpoint_ranks import start_and_save, start_from_hf
 from hf_models import DOTS1, MIXTURES, open_made, read_by_transformers, save_made
+from launching import launch
 from safetensors.torch import load_file, save_file
+from tiny import write_tiny
 
 from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.checkpoint import sharded
@@ -281,3 +283,21 @@ def test_the_command_takes_them_both_ways(mixtral, tmp_path, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[name], each) for name, each in after.items())
     said = [json.loads((path / "config.json").read_text()) for path in (mixtral, tmp_path / "out")]
     assert said[0] == said[1]
+
+
+def test_a_run_with_ep_starts_from_a_folder_and_leaves_one(mixtral, tmp_path):
+    files, log = write_tiny(tmp_path, steps=2), tmp_path / "log"
+    sizes = find_model(str(mixtral))
+    options = (
+        f"--train.init_from={mixtral}", f"--model.name={mixtral}", f"--model.norm_eps={sizes.norm_eps}",
+        "--model.family=mixtral", f"--model.rope_theta={sizes.rope_theta}", "--model.experts.balance_loss=0.01",
+        "--layout.ep=2", "--layout.dp_shard=2", "--checkpoint.export=true",
+    )  # fmt: skip
+    assert launch(2, files.config, *options, log=log) == 0, log.read_text()
+    opened = open_made(files.run / "hf")
+    assert opened.config.output_router_logits is True and opened.config.router_aux_loss_coef == 0.01
+    with torch.no_grad():
+        assert opened(TOKENS).logits.isfinite().all()
+    before, after = read_by_transformers(mixtral), read_by_transformers(files.run / "hf")
+    moved = [(after[name] - value).abs().max() for name, value in before.items() if "experts" in name]
+    assert len(moved) == 12 and all(0 < each < 0.1 for each in moved)

@@ -22,9 +22,9 @@ PROMPT = [*range(3, 60, 5)]
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(scope="module", params=MADE)
+@pytest.fixture(scope="module", params=[*MADE, "mixtral", "hub's qwen3_moe"])
 def folder(request, tmp_path_factory) -> Path:
-    return save_made(request.param, tmp_path_factory.mktemp(request.param))
+    return save_made(request.param, tmp_path_factory.mktemp("made"))
 
 
 def continue_prompt(folder: Path) -> list[int]:
