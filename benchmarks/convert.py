@@ -33,7 +33,7 @@ from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.presets import find_preset
 from dtlayout.models.stored import INDEX
-from dtlayout.models.weights import FILE_BYTES, list_weights, make_index, plan_files
+from dtlayout.models.weights import FILE_BYTES, list_stored, make_index, plan_files
 from dtlayout.spec.model_shape import ModelShape
 
 SHARD_BYTES = 5_000_000_000
@@ -74,7 +74,7 @@ def measure(
 def make_folder(model: ModelShape, folder: Path) -> None:
     """A Hugging Face folder of bf16 zeros that are holes."""
     folder.mkdir(parents=True)
-    shapes = dict(list_weights(model))
+    shapes = {name: weight.tensor_shape for weight in list_stored(model) for name in weight.tensors}
     sizes = {name: 2 * prod(shape) for name, shape in shapes.items()}
     files = plan_files(sizes, SHARD_BYTES)
     for file, names in files.items():

@@ -265,17 +265,18 @@ def import_weights(source: Path, folder: Path) -> int:
 
     def read(name: str, rows: slice) -> Tensor:
         weight = weights[name]
-        if not weight.is_stack:
-            return read_tensor(weight.tensors[0], rows)
-        made = torch.empty((rows.stop - rows.start, *weight.tensor_shape), dtype=formats[name])
-        for row, tensor in zip(made, weight.tensors[rows], strict=True):
-            row.copy_(read_tensor(tensor, slice(None)))
-        return made
+        with (
+            _Files() as files
+        ):  # for this piece alone: what was read of an open file stays mapped, and counts as memory
+            if not weight.is_stack:
+                return read_tensor(weight.tensors[0], rows, files)
+            made = torch.empty((rows.stop - rows.start, *weight.tensor_shape), dtype=formats[name])
+            for row, tensor in zip(made, weight.tensors[rows], strict=True):
+                row.copy_(read_tensor(tensor, slice(None), files))
+            return made
 
-    def read_tensor(name: str, rows: slice) -> Tensor:
-        # Opened anew for each piece: what was read of an open file stays mapped, and counts as memory.
-        with safe_open(stored[name].file, framework="pt") as file:
-            tensor: Tensor = file.get_slice(name)[rows]
+    def read_tensor(name: str, rows: slice, files: _Files) -> Tensor:
+        tensor: Tensor = files.find(stored[name].file).get_slice(name)[rows]
         broken[name] += _count_broken(tensor)
         return tensor
 

@@ -18,6 +18,7 @@ from launching import launch
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny
 
+from benchmarks.convert import measure
 from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.checkpoint import sharded
 from dtlayout.checkpoint.hf import export_weights, import_weights, load_weights
@@ -31,10 +32,12 @@ from dtlayout.models.beside import update_config
 from dtlayout.models.files import find_model, strip_training, to_hf
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.llama import Llama
+from dtlayout.models.presets import find_preset
 from dtlayout.models.stored import find_weights
 from dtlayout.models.weights import check_init_from, list_stored, list_weights
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import SGD
 from dtlayout.training.optimizer import build_optimizer
 
@@ -166,6 +169,17 @@ def test_in_bf16_a_correction_bias_keeps_its_bits(folder, tmp_path):
         assert tensor.dtype == (torch.float32 if is_counter else torch.bfloat16)
         assert torch.equal(tensor, before[name].to(tensor.dtype)), name
     assert sum("e_score_correction_bias" in name for name in after) == 3
+
+
+def test_memory_is_that_of_a_piece_and_of_a_file_where_a_stack_is_larger(tmp_path):
+    model = replace(
+        find_preset("mixtral-8x7b"), hidden_size=256, ffn_size=1024, num_layers=6, vocab_size=8000,
+        experts=Experts(number=64, per_token=2, ffn_size=1024),
+    )  # fmt: skip
+    into_checkpoint, out = measure(model, tmp_path, 8 << 20, 4 << 20)  # of stacks of 32 MiB
+    assert into_checkpoint["num_bytes"] == out["num_bytes"] > 600e6
+    assert into_checkpoint["peak_bytes"] - into_checkpoint["base_bytes"] < 100e6
+    assert out["peak_bytes"] - out["base_bytes"] < 150e6
 
 
 def test_what_is_wrong_with_experts_is_named_as_the_folder_names_them(mixtral):

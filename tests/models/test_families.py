@@ -2,6 +2,7 @@
 
 import pkgutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.beside import update_config
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import FAMILIES, Family, describe, find_family, register_family
 from dtlayout.models.hf_config import parse_hf
@@ -67,6 +69,36 @@ def test_a_name_that_no_weight_has_is_not_found():
 def test_a_config_json_of_each_family_makes_its_preset(name, config):
     written = config.to_dict() | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert parse_hf(written, name) == find_preset(name)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}  # fmt: skip
+"""Preset → its config.json as published, with keys that older versions of `transformers` wrote."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_json_makes_its_preset_and_stays_as_it_is(name):
+    assert parse_hf(PUBLISHED[name], name) == find_preset(name)
+    assert update_config(PUBLISHED[name], find_preset(name), "bfloat16", None) == PUBLISHED[name]
 
 
 def test_a_head_width_that_follows_from_the_others_is_not_written_down():
