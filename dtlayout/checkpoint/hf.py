@@ -201,7 +201,7 @@ def export_weights(
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """Where a tensor that goes out is in the model, and its format."""
+    """Weight and number of an expert that a tensor on disk is, and the format in which it goes out."""
 
     weight: StoredWeight
     number: int

@@ -49,7 +49,7 @@ class StoredWeight:
 
 
 def store(weight: Weight, block: str, table: Mapping[str, str]) -> StoredWeight:
-    """Where a weight is on disk, by a family's table; `block` is the prefix of its name, empty outside of blocks."""
+    """The weight with its tensors by a family's table; `block` is the prefix of its name, empty outside of blocks."""
     pattern = table.get(weight.name, weight.name) if block else weight.name
     is_stack = NUMBER in pattern
     names = [pattern.replace(NUMBER, str(i)) for i in range(weight.shape[0])] if is_stack else [pattern]
