@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -202,11 +203,14 @@ def test_what_is_wrong_is_seen(ranks_of_one: None, monkeypatch: pytest.MonkeyPat
 
 def test_kernels_that_the_profile_does_not_show_are_named() -> None:
     shown = {"attention": ["flash"], "norm": ["fused"], "swiglu": ["eager"]}
-    assert find_other_kernels(BASE, shown) == ""
-    assert find_other_kernels(replace(BASE, compile="blocks"), {"attention": ["flash"]}) == ""
-    assert find_other_kernels(BASE, shown | {"attention": ["math"]}) == "attention=sdpa-flash, but math ran"
-    assert find_other_kernels(replace(BASE, norm="eager"), shown) == "norm=eager, but fused ran"
-    assert find_other_kernels(Kernels(attention="fa3"), shown) == "attention=fa3, but flash ran"
+    find = partial(find_other_kernels, has_experts=False)
+    assert find(BASE, shown) == ""
+    assert find(replace(BASE, compile="blocks"), {"attention": ["flash"]}) == ""
+    assert find(BASE, shown | {"attention": ["math"]}) == "attention=sdpa-flash, but math ran"
+    assert find(replace(BASE, norm="eager"), shown) == "norm=eager, but fused ran"
+    assert find(Kernels(attention="fa3"), shown) == "attention=fa3, but flash ran"
+    mixture = replace(BASE, experts="grouped")
+    assert find_other_kernels(mixture, shown, has_experts=True) == "experts=grouped, but none with a name ran"
 
 
 def test_what_is_not_finite_is_infinitely_wrong() -> None:
