@@ -55,6 +55,11 @@ class BlockTime(NamedTuple):
     """The part of matmuls with frozen weights in forward: backward has one matmul for each, not two."""
 
     @property
+    def forward_only(self) -> "BlockTime":
+        """Times of such a block without a backward."""
+        return self._replace(backward_s=0.0, backward_tp_s=0.0, routing_wait_s=self.routing_wait_s / 3)
+
+    @property
     def gpu_s(self) -> float:
         """Forward and backward, in which nothing waits for the host."""
         return self.forward_s + self.forward_tp_s + self.backward_s + self.backward_tp_s

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from dtlayout.costmodel.engine_constants import RunAheadConstants
+from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
@@ -262,10 +263,11 @@ def activation_bytes(
     bytes_of = {kind: block_bytes_per_token(each, layout, kernels) for kind, each in scenario.kinds.items()}
     by_chunk, working_set = [], 0.0
     for chunk in chunks:
-        held, covered = 0.0, recompute.count(chunk.layers)
-        for kind, count in scenario.model.kinds(chunk.layers):
+        layers = find_differentiated(scenario.model, chunk)
+        held, covered = 0.0, recompute.count(layers)
+        for kind, count in scenario.model.kinds(layers):
             whole, kept = bytes_of[kind]
-            c = covered * count / max(1, len(chunk.layers))
+            c = covered * count / max(1, len(layers))
             held += c * kept + (count - c) * whole
             working_set = max(working_set, whole - kept if c else 0.0)
         by_chunk.append(held)

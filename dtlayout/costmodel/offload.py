@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from math import inf
 
 from dtlayout.costmodel.cache_keys import StageLayout
+from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
@@ -79,9 +80,10 @@ def host_bytes(
         m = max(1, layout.num_microbatches(scenario.batch))
         for rank in range(layout.pp):
             chunks = layout.placement.take(stages, rank)
-            kept = [sum(sizes.kept(recompute, layer) for layer in chunk.layers) for chunk in chunks]
+            layers = [find_differentiated(scenario.model, chunk) for chunk in chunks]
+            kept = [sum(sizes.kept(recompute, layer) for layer in each) for each in layers]
             peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
-            last = chunks[-1].layers[-1:]  # which never left, or has come back for the next backward
+            last = layers[-1][-1:]  # which never left, or has come back for the next backward
             held[rank] += max(weigh_moments(peaks, kept)) - sum(sizes.kept(recompute, layer) for layer in last)
     return tuple(held)
 
@@ -102,7 +104,8 @@ def copied_s(
         seconds = 0.0
         if layout.offloads_activations:
             whole_s, kept_s = kept_copy_s(scenario, layout, kernels)
-            layers = [layer for chunk in layout.placement.take(stages, rank) for layer in chunk.layers]
+            chunks = layout.placement.take(stages, rank)
+            layers = [layer for chunk in chunks for layer in find_differentiated(scenario.model, chunk)]
             covered = Recompute.parse(layout.recompute)
             seconds += 2 * m * sum(kept_s if covered.covers(layer) else whole_s for layer in layers)
         if layout.offloads_state:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dtlayout.costmodel.cache_keys import BlockLayout, StageClass, key_of
 from dtlayout.costmodel.comm import message_s
 from dtlayout.costmodel.compute import BlockTime, host_s, recompute_time
+from dtlayout.costmodel.forward_only import find_differentiated, find_forward_only, has_forward_only
 from dtlayout.costmodel.offload import exposed_s, kept_copy_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.spec.kernels import Kernels
@@ -55,7 +56,10 @@ class BlocksWork:
         blocks = [(of_kind, block_of[kind](part, kernels)) for kind, of_kind in scenario.kinds.items()]
         self.kinds = [(block, recompute_time(of_kind, layout, kernels, block)) for of_kind, block in blocks]
         """A block of each kind, and the seconds that computing it again takes and waits for tp."""
-        self.least_s = min([block.gpu_s for block, _ in self.kinds]), min([sum(again) for _, again in self.kinds])
+        times_s = [(block.gpu_s, sum(again)) for block, again in self.kinds]
+        if has_forward_only(self.model):
+            times_s += [(block.forward_only.gpu_s, 0.0) for block, _ in self.kinds]
+        self.least_s = min([block_s for block_s, _ in times_s]), min([again_s for _, again_s in times_s])
         """Seconds that a microbatch takes at least in a block, and in computing it again."""
         self.block_host_s = host_s(scenario, layout, kernels)
         """Least time that the host needs for a block, forward and backward."""
@@ -70,7 +74,7 @@ class BlocksWork:
             self._host_again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
         else:
             self._host_again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
-        self._sees_ends = scenario.is_on_host or self._sending_s > 0.0
+        self._sees_ends = scenario.is_on_host or self._sending_s > 0.0 or has_forward_only(self.model)
 
     @cached_property
     def on(self) -> Callable[[StageClass], StageWork]:
@@ -78,21 +82,27 @@ class BlocksWork:
         return cache(self._find_work)
 
     def _find_work(self, stage: StageClass) -> StageWork:
-        """Work of a stage; recomputed blocks are spread evenly over its kinds of blocks."""
+        """Work of a stage; recomputed blocks are spread evenly over its blocks."""
         if (stage.embedding or stage.head) and not self._sees_ends:
             return self.on(stage._replace(embedding=False, head=False))
         blocks, recompute_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0
-        num_blocks = max(1, stage.num_layers)
-        counts = [count for _, count in self.model.kinds(stage.example.layers)]
+        num_blocks, differentiated = max(1, stage.num_layers), find_differentiated(self.model, stage.example)
+        counts = [count for _, count in self.model.kinds(differentiated)]
         found = zip(counts, self.kinds, self._copies, strict=False)
         for count, (block, (kind_again_s, kind_again_tp_s)), (whole_s, kept_s) in found:
             covered = stage.num_recomputed * count / num_blocks
             recompute_s, again_tp_s = recompute_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s
             copying_s += (count - covered) * whole_s + covered * kept_s
             blocks = BlockTime(*[total + count * each for total, each in zip(blocks, block, strict=True)])
+        weight_s = blocks.forward_s - blocks.attention_s - blocks.elementwise_s - blocks.frozen_s
+        forward_only = self.model.kinds(find_forward_only(self.model, stage.example))
+        for (_, count), (block, _) in zip(forward_only, self.kinds, strict=False):
+            if count:
+                parts = zip(blocks, block.forward_only, strict=True)
+                blocks = BlockTime(*[total + count * each for total, each in parts])
         forward_s, backward_s = blocks.forward_s, blocks.backward_s
         forward_tp_s, backward_tp_s = blocks.forward_tp_s, blocks.backward_tp_s + again_tp_s
-        host_forward_s, host_backward_s = self._host_s(stage, stage.num_layers * self.block_host_s)
+        host_forward_s, host_backward_s = self._host_s(stage, len(differentiated))
         if not self.scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
             gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + recompute_s
             waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
@@ -113,21 +123,24 @@ class BlocksWork:
             host_s=host_forward_s + host_backward_s,
             forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
             backward_s=backward_s + backward_tp_s + recompute_s + host_backward_s + send_backward_s,
-            weight_s=blocks.forward_s - blocks.attention_s - blocks.elementwise_s - blocks.frozen_s,
+            weight_s=weight_s,
         )
 
-    def _host_s(self, stage: StageClass, blocks_s: float) -> tuple[float, float]:
-        """The host's time for one microbatch on a stage, forward and backward, of which blocks take `blocks_s`.
+    def _host_s(self, stage: StageClass, num_differentiated: int) -> tuple[float, float]:
+        """The host's time for one microbatch on a stage, forward and backward, which so many of its blocks have.
 
         Backward has twice the operations of forward, beside those that it does again. On a GPU only blocks count: the
         head's long kernels leave the host time enough.
         """
-        both_s, messages_s = blocks_s, 0.0
+        both_s, messages_s = stage.num_layers * self.block_host_s, 0.0
         if self.scenario.is_on_host:
             constants = self.scenario.engine.constants
             both_s += (stage.head + stage.embedding) / 2 * constants.head_host_s
             messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
-        return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + stage.num_recomputed * self._host_again_s
+        num_forward_only = stage.num_layers - num_differentiated
+        num_recomputed = stage.num_recomputed * num_differentiated / max(1, stage.num_layers)
+        backward_s = both_s * 2 / 3 - num_forward_only * self.block_host_s * 2 / 3
+        return both_s / 3 + messages_s, backward_s + messages_s + num_recomputed * self._host_again_s
 
 
 class LayoutWork:

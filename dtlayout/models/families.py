@@ -139,6 +139,18 @@ def describe(model: ModelShape) -> Description:
     return replace(described, head=replace(described.head, role=role, trains=trains))
 
 
+@lru_cache(maxsize=256)
+def count_frozen_first(model: ModelShape) -> int:
+    """Number of first blocks of a model in and before which no weight is trained; 0 if its embedding is trained."""
+    number = 0
+    if not describe(model).embedding.trains:
+        for kind, count in reversed(model.kinds(range(model.num_layers))):  # the kind of the first blocks comes last
+            if any(weight.trains for weight in describe(kind).block_weights):
+                break
+            number += count
+    return number
+
+
 def find_weight(model: ModelShape, name: str) -> Weight:
     """The described weight of a parameter in any stage of a model; a tied one is its embedding's. KeyError if none."""
     _, is_in_block, rest = name.partition(".layers.")

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, StageLayout, key_of
 from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.forward_only import has_forward_only
 from dtlayout.planner.kernel_choices import KernelChoices, with_one_loss
 from dtlayout.planner.space import Degrees, ScheduleChoice, Space
 from dtlayout.schedules.schedules import find_schedule
@@ -160,11 +161,16 @@ class BlockClasses:
             dict.fromkeys(each for kind in self.space.recompute for each in self.kernels.legal_for(first, kind))
         )
         of_kinds = product(self.estimator.blocks.values(), parts, with_one_loss(kernels))
-        block_s = min([block_of(part, each).gpu_s for block_of, part, each in of_kinds])
+        blocks = [block_of(part, each) for block_of, part, each in of_kinds]
+        if has_forward_only(self.space.scenario.model):
+            blocks = [block.forward_only for block in blocks]
+        block_s = min([block.gpu_s for block in blocks])
         return block_s, min([self.estimator.head(part, each).gpu_s for part, each in product(parts, kernels)])
 
     def _least_recompute_s(self, part: StageLayout, kernels: Kernels) -> float:
         """Least seconds of recomputing a block; the model's blocks may differ."""
+        if has_forward_only(self.space.scenario.model):
+            return 0.0
         of_block, kinds = key_of(part, BlockLayout), self.space.scenario.kinds
         blocks = [(scenario, self.estimator.blocks[kind](of_block, kernels)) for kind, scenario in kinds.items()]
         return min([sum(recompute_time(scenario, part, kernels, block)) for scenario, block in blocks])  # type: ignore[arg-type]

@@ -85,10 +85,13 @@ class ActivationOffloader:
             kept = self.current = _Block(self, None if is_first else self._last, _storages(read))
             with saved_tensors_hooks(kept.pack, unpack):
                 output = forward(residual, *others)
-            self.current, self._last = None, kept
+            self._free_device_copy()  # its tensors were copied while this block ran
+            self.current, self._last = None, kept if output.requires_grad else None
+            if not output.requires_grad:  # no backward comes for what selective recomputation has kept
+                kept.copies = {}
+                return output
             if is_last and self._work is not None:
                 self._ends[self._work[1:]] = kept
-            self._free_device_copy()  # its tensors were copied while this block ran
             if not (is_last and self._next_is_own_backward):
                 kept.to_host()
                 self._copied = kept

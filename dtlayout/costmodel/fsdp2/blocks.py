@@ -3,12 +3,13 @@
 Sizes are those of sizes.py, and liveness.py says when they come and go.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2.liveness import Steps, walk_backward, walk_delayed
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes
+from dtlayout.costmodel.fsdp2.tape import SizedEntry
 
 _A, _G, _L = MemoryKind.ACTIVATIONS, MemoryKind.GRADIENTS, MemoryKind.LOGITS
 
@@ -59,28 +60,33 @@ def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:
     return changes(*walk_delayed(size.tape, weights.come))
 
 
-def head_forward(size: Sizes) -> Phase:
+def head_forward(size: Sizes, end: Sequence[SizedEntry]) -> Phase:
     """Phase of final norm, head and loss; it leaves the gradient of the logits, or those of hidden states and weight.
 
+    `end` has the steps of the norm: `Sizes.end`, or `Sizes.first_end`.
     Whoever calls the head holds what the norm gave until the loss is there, also where the head gathers it first.
     """
     left = size.whole + size.head_weight if size.joins_loss else size.logits
     is_needed = size.description.head.trains and not size.joins_loss  # by the gradient of the head's weight
     dropped = 0.0 if is_needed else size.norm_output
     held = size.stream if size.shards_sequence else 0.0
-    kept = sum(entry.saved for entry in size.end) + size.norm_output
+    kept = sum(entry.saved for entry in end) + size.norm_output
     return changes((_A, kept + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held))
 
 
-def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
-    """Phase of the head's backward: from what the loss left to the gradient of the hidden states."""
+def head_backward(size: Sizes, end: Sequence[SizedEntry], weights: WeightGradients) -> Phase:
+    """Phase of the head's backward: from what the loss left to the gradient of the hidden states, if they have one.
+
+    `end` as in `head_forward`; without steps the head's weight alone has a gradient.
+    """
     head = weights.come([size.description.head.name])
+    whole = size.whole if end else 0.0
     if size.joins_loss:
-        to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *head]
+        to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, whole), *head]
     else:
         read = size.norm_output if size.description.head.trains else 0.0
-        to_input = [(_A, size.whole), *head, (_L, -size.logits), (_A, -read)]
-    return changes(*to_input, *walk_backward(size.end, weights.come, has_gradient=()))
+        to_input = [(_A, whole), *head, (_L, -size.logits), (_A, -read)]
+    return changes(*to_input, *walk_backward(end, weights.come, has_gradient=()))
 
 
 def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:

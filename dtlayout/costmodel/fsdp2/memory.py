@@ -9,14 +9,14 @@ leaves.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
-from itertools import groupby
-from typing import NamedTuple
 
+from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2 import blocks as autograd
 from dtlayout.costmodel.fsdp2.phase import IDLE, Bytes, MemoryKind, Phase, changes, fullest_of, sequence
+from dtlayout.costmodel.fsdp2.runs import BlockRun, find_runs
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.steps import Reduced, Step, find_rows, find_steps
-from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, block_unit, stage_units
+from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, stage_units
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.schedules.actions import Action, Kind
@@ -120,20 +120,6 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
     return to_stage
 
 
-class _Run(NamedTuple):
-    """Blocks of a stage that follow each other and are alike."""
-
-    size: Sizes
-    unit: Unit
-    kept: float
-    """Left by each for its backward."""
-    recomputed: float
-    """Added to that when it is computed again."""
-    in_last_branch: float
-    """Held in its forward's last branch."""
-    num_blocks: int
-
-
 class _Stage:
     """One stage's forward and backward."""
 
@@ -150,16 +136,13 @@ class _Stage:
         self.size, self.sharding = sizes[model], sharding
         size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
         self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
-        self.runs = []
-        for (_, is_first), run in groupby(layers, lambda layer: (recompute.covers(layer), layer < model.num_first)):
-            (layer, *others), kind = run, model.without_experts if is_first else model
-            own = sizes[kind]
-            kept, again = own.kept(recompute, layer), own.recomputed(recompute, layer)
-            last = own.in_last_branch(recompute, layer)
-            self.runs.append(_Run(own, block_unit(kind, layout.tp, layout.ep), kept, again, last, 1 + len(others)))
+        self.runs = find_runs(model, layout, sizes, chunk)
+        self.differentiated = [each for each in self.runs if each.has_backward]
         self.offloads = layout.offloads_activations
         is_kept = not self.offloads and (size.keeps_stream or any(map(recompute.covers, layers[:1])))
-        self.kept_mask = size.mask if size.keeps_mask or recompute.count(layers) else 0.0
+        num_recomputed = recompute.count(find_differentiated(model, chunk))
+        keeps_mask = size.keeps_mask and bool(self.differentiated or not layers)
+        self.kept_mask = size.mask if keeps_mask or num_recomputed else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.stream
         self.counts = Counter(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         for each in self.runs:
@@ -167,7 +150,9 @@ class _Stage:
         self.ends = tuple(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         """Units beside the blocks'."""
         self.is_frozen_first = chunk.embedding and not sharding.description.embedding.trains
-        """Whether gradients end at the first block, since the embedding before it is frozen."""
+        """Whether gradients end at the first block with a backward, since the embedding is frozen."""
+        self.end = size.first_end if self.is_frozen_first and not self.differentiated else size.end
+        """Steps of the final norm."""
         self.keeps_head = chunk.head and sharding.zero == 3
         self.forward = cache(lambda *how: sequence(self._forward(*how)))
         """One microbatch; the first one gathers what ZeRO-1 and -2 keep, and none what lies there."""
@@ -196,8 +181,10 @@ class _Stage:
         if reduced.kind is Kind.BACKWARD_WEIGHT:
             *_, last = self._reduced_late(ends_wait=reduced.kind_changed)
             return last
-        first = self.runs[0].unit if self.runs else self.ends[-1]
-        return first if self.is_frozen_first else self.units.root or self.units.embedding or first
+        units, differentiated = self.units, self.differentiated
+        if self.is_frozen_first:
+            return differentiated[0].unit if differentiated else units.head or units.root
+        return units.root or units.embedding or (differentiated[0].unit if differentiated else units.head)
 
     def _reduced_late(self, *, ends_wait: bool) -> list[Unit | None]:
         """Units in the order in which the second part of a backward reduces them, that of the modules.
@@ -278,7 +265,7 @@ class _Stage:
             before, reads = each.unit, self.size.stream
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
-            work = autograd.head_forward(self.size)
+            work = autograd.head_forward(self.size, self.end)
             yield run(units.head, work, before) if units.head else work
         if self.offloads:  # what is left of it here is what the next action begins with
             yield changes((_A, -copied * (not beside_own_pass) - self.last_kept * prefetches_next))
@@ -295,7 +282,7 @@ class _Stage:
 
         With activations on the host the device has what the running block kept, and what comes back for the next one.
         """
-        size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
+        size, sharding, units, runs = self.size, self.sharding, self.units, self.differentiated
         last_block, ends = (runs[-1].unit if runs else None), self.ends
         embedding = None if self.is_frozen_first else units.embedding
         reduces = not splits and (not sharding.sums_late or is_last)
@@ -322,7 +309,7 @@ class _Stage:
         if self.has_head:
             with_head = units.head or units.root
             assert with_head, "a stage with a head has its weight in a unit"
-            work = autograd.head_backward(size, sharding.gradients_of(with_head, is_first=is_first))
+            work = autograd.head_backward(size, self.end, sharding.gradients_of(with_head, is_first=is_first))
             yield run(units.head, work, last_block, reduced) if units.head else work
             reduced = units.head or reduced
         else:
@@ -350,7 +337,13 @@ class _Stage:
             yield changes((_A, -self.last_kept))
         yield changes((_A, -self.kept_mask))
         if self.is_frozen_first:
-            yield changes((_A, -size.stream), (_P, -sharding.kept_gathered(units.embedding) if is_last else 0))
+            forward_only = [each for each in self.runs if not each.has_backward]
+            frozen = sum(each.num_blocks * sharding.kept_gathered(each.unit) for each in forward_only)
+            frozen += sharding.kept_gathered(units.embedding)
+            yield changes((_A, -size.stream if runs else 0.0), (_P, -frozen if is_last else 0.0))
+            if not (runs or units.head or units.root):
+                yield changes((_B, -sharding.reduction(reduced) if reduces else 0.0))
+                reduced = None
         elif self.has_embedding:
             with_embedding = units.embedding or units.root
             assert with_embedding, "a stage with an embedding has its weight in a unit"
@@ -368,7 +361,7 @@ class _Stage:
             (_A, 0.0 if self.has_embedding else -size.stream - self.received),
         )
 
-    def _block_backward(self, run: _Run, is_first: bool, splits: bool) -> Phase:
+    def _block_backward(self, run: BlockRun, is_first: bool, splits: bool) -> Phase:
         if splits:
             return autograd.input_backward(run.size, run.kept, run.recomputed)
         weights = self.sharding.gradients_of(run.unit, is_first=is_first)

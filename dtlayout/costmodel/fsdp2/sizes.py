@@ -27,6 +27,8 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
+_FULL = Recompute.parse("full")
+
 
 class Sizes:
     """Bytes of one microbatch's tensors on one rank, [Note: what a compiled block keeps]."""
@@ -213,6 +215,17 @@ class Sizes:
         return size_end(self.model, self._options, self._measures)
 
     @cached_property
+    def first_end(self) -> tuple[SizedEntry, ...]:
+        """`end` where nothing before the final norm is trained: its weight alone has a gradient, or not even that."""
+        weights = tuple(weight.name for weight in self.description.final_norm.weights if weight.trains)
+        if not weights:
+            return ()
+        *_, norm = (entry for entry in self.end if entry.kind in ("norm", "scale"))
+        saves = norm.saves if norm.kind == "norm" else dict([next(iter(norm.saves.items()))])  # no number for each row
+        norm = norm._replace(reads={}, saves=saves, weights=weights, work=norm.used)
+        return (norm, *(entry for entry in self.end if entry.kind == "gather"))
+
+    @cached_property
     def block(self) -> float:
         """Kept by a block without recomputation."""
         return sum(entry.saved for entry in self.tape)
@@ -245,7 +258,8 @@ class Sizes:
             return kept + dropped + closing + 2 * self.stream
         if not recompute.covers(layer):
             # All is kept but what a norm gave that is gathered; or branch and sum are there.
-            return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream)
+            unsaved = branch - sum(each.saved for each in self.tape[-len(self.last_branch) :])  # read by frozen matmuls
+            return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream) + unsaved
         share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
         # Counted in what is kept, and there already at the activation; and not there before the end.
         opened = share * sum(sum(each.results) for each in opening)
@@ -254,6 +268,12 @@ class Sizes:
         given = 2 * self.stream + self.whole * self.shards_sequence  # the residual stream and what the norm gave
         at_activation = branch - opening[0].saved - opened
         return kept - closed + given + max(at_activation, last.saved + closing)
+
+    def in_last_branch_only(self, recompute: Recompute, layer: int) -> float:
+        """`in_last_branch` of a block that has no backward: it saves as little as one that is recomputed."""
+        if recompute.covers(layer):
+            return self.in_last_branch(recompute, layer)
+        return self.in_last_branch(_FULL, 0)
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""

@@ -1,0 +1,25 @@
+"""Blocks that have a forward and no backward: no weight is trained in them or before them.
+
+They keep no activations and are not recomputed. Only the stage with the embedding has such blocks: every later stage
+sends the gradient of its input back, whether a weight before it is trained or not.
+"""
+
+from dtlayout.models.families import count_frozen_first
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.spec.model_shape import ModelShape
+
+
+def has_forward_only(model: ModelShape) -> bool:
+    """Whether the first blocks of a model have no backward."""
+    return count_frozen_first(model) > 0
+
+
+def find_forward_only(model: ModelShape, stage: StageSlice) -> range:
+    """The blocks of a stage that have no backward, all of them at its beginning."""
+    layers = stage.layers
+    return layers[: max(0, count_frozen_first(model) - layers.start)] if stage.embedding else layers[:0]
+
+
+def find_differentiated(model: ModelShape, stage: StageSlice) -> range:
+    """The blocks of a stage that have a backward."""
+    return stage.layers[len(find_forward_only(model, stage)) :]
