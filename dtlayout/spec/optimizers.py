@@ -128,6 +128,7 @@ class RoleOptimizer(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_roles(type(self))
         defaults = type(self.rest)()
         if wrong := [key for key in _SCHEDULE if getattr(self.rest, key) != getattr(defaults, key)]:
             keys = ", ".join(f"optimizer.rest.{key}" for key in wrong)
@@ -139,6 +140,17 @@ class RoleOptimizer(Optimizer):
     @property
     def parts(self) -> tuple[Optimizer, ...]:
         return (self, *self.rest.parts)
+
+
+def _check_roles(optimizer: type[RoleOptimizer]) -> None:
+    """Raise InvalidConfig if a class does not say which weights it takes, as a collection of words in `ROLES`."""
+    roles = getattr(optimizer, "roles", frozenset[str]())
+    if isinstance(roles, Collection) and not isinstance(roles, str) and roles and set(roles) <= set(ROLES):
+        return
+    given = f"has roles={roles!r}" if roles else "does not say whose weights it updates"
+    raise InvalidConfig(
+        f"optimizer {optimizer.name!r} {given}; give its class roles = frozenset({{...}}), some of {', '.join(ROLES)}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +216,12 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}
 
 
 def register_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
-    """Let configs and commands name this optimizer; a decorator too. InvalidConfig if its name is taken."""
+    """Let configs and commands name this optimizer; a decorator too.
+
+    InvalidConfig if its name is taken, or if a `RoleOptimizer` does not say its roles.
+    """
+    if issubclass(optimizer, RoleOptimizer):
+        _check_roles(optimizer)
     if optimizer.name in OPTIMIZERS:
         raise InvalidConfig(f"an optimizer called {optimizer.name!r} is there already; register it under another name")
     OPTIMIZERS[optimizer.name] = optimizer

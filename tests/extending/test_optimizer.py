@@ -1,16 +1,19 @@
 """An optimizer from outside: one file that describes it and one of torch, and everything knows it."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from launching import read_lines
 from plugged import ask, count_files, plugged_in
 from tiny import write_tiny
 
-from dtlayout import launch
+from dtlayout import RoleOptimizer, launch, register_optimizer
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.cli import main
 from dtlayout.config.loading import load_config
+from dtlayout.spec.optimizers import OPTIMIZERS
 
 LLAMA = ["--model", "llama3.1-8b", "--gpu", "h100-80g-sxm", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64"]
 NUM_PARAMETERS = 8_030_261_248
@@ -72,3 +75,28 @@ def test_two_steps_train_with_it_and_a_checkpoint_holds_its_state(config, tmp_pa
     (first, second) = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert json.loads((second / "state.json").read_text())["optimizer"] == {"name": "lion", "state": ["momentum"]}
     assert first != second
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "does not say whose weights it updates"),
+        ({"roles": frozenset()}, "does not say whose weights it updates"),
+        ({"roles": "matrix"}, "has roles='matrix'"),
+        ({"roles": frozenset({"matrices"})}, "has roles=frozenset({'matrices'})"),
+    ],
+)
+def test_an_optimizer_of_some_weights_that_does_not_say_which_is_refused(given, said):
+    @dataclass(frozen=True, kw_only=True)
+    class OfSome(type("Roles", (RoleOptimizer,), given)):
+        name: str = "of-some"
+
+    line = (
+        f"optimizer 'of-some' {said}; give its class roles = frozenset({{...}}), some of "
+        "matrix, embedding, head, vector, expert, adapter"
+    )
+    for use in (register_optimizer, lambda optimizer: optimizer()):
+        with pytest.raises(InvalidConfig) as refused:
+            use(OfSome)
+        assert str(refused.value) == line
+    assert "of-some" not in OPTIMIZERS
