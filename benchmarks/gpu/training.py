@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.blocks import assemble_blocks
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Trained
-from dtlayout.base.errors import NonFiniteLoss
+from dtlayout.base.errors import DtlayoutError
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.spec.device import Device
@@ -27,6 +27,10 @@ from dtlayout.training.step import TrainStep
 
 SEED, LEARNING_RATE, MAX_NORM = 0, 1e-4, 1.0
 PRECISION = Precision()
+
+
+class NonFiniteLoss(DtlayoutError):
+    """The loss or the gradient norm of a measured step became NaN or infinite."""
 
 
 def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:

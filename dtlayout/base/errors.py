@@ -54,9 +54,3 @@ class LostRanks(DtlayoutError):
     """Some ranks of a start are missing; another start may have them."""
 
     exit_code = EXIT_CRASHED
-
-
-class NonFiniteLoss(DtlayoutError):
-    """The loss or the gradient norm became NaN or infinite."""
-
-    exit_code = EXIT_NON_FINITE

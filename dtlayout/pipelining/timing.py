@@ -2,8 +2,8 @@
 
 p pipeline ranks, v virtual stages on each, m microbatches. `simulate` plays the actions that the runtime executes: a
 rank does its own actions in order, and each action waits for its input and for the message that brings it.
-`time_pipeline` does so too, or takes the schedule's fast path, which gives the same; `lower_bound` plays nothing. Two
-things are left out: messages share links, and a rank's kernels slow down while it sends.
+`time_pipeline` does so too, or takes the schedule's fast path, which gives the same. Two things are left out: messages
+share links, and a rank's kernels slow down while it sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -206,21 +206,6 @@ def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tupl
             if max(growths) - min(growths) <= TOLERANCE * growths[0]:
                 return cycle, growths[0]
     return 0, 0.0
-
-
-def lower_bound(schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes) -> float:
-    """Seconds that the pipeline takes at least; exact for equal stages without messages, unless backwards are split.
-
-    Rank r starts after the first microbatch has come down to it, and ends before the last one has gone back up from it.
-    Where the weights' part of a backward may wait, only the first of these counts. A schedule may know of more waits.
-    """
-    played = _check(schedule, num_ranks, virtual_stages, num_microbatches, times)
-    ways = zip(times.forward_s, times.backward_s, times.message_s, strict=False)
-    hops_s = (f + message + (0.0 if played.splits_backward else b + message) for f, b, message in ways)
-    away_s = accumulate(hops_s, initial=0.0)
-    busy_s = _busy(played.place(num_ranks, virtual_stages), num_microbatches, times)
-    least_s = max(away + busy for away, busy in zip(away_s, busy_s, strict=False))
-    return max(least_s, played.least(num_microbatches, times)) if played.least else least_s
 
 
 def in_flight_peaks(
