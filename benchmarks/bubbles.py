@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Its layout on four ranks."""
+        """Layout of the case on four ranks."""
         return Layout(pp=RANKS, schedule=self.schedule, virtual_stages=self.virtual_stages)
 
     @property
@@ -117,7 +117,7 @@ class SlowStage(nn.Module):
 
 
 def build(case: Case, mesh: DeviceMesh) -> tuple[Runtime, Tensor]:
-    """What steps a case, with its inputs; a step that does not sleep is done."""
+    """The runtime that steps a case, and its inputs; one step that does not sleep has been done."""
     batch = Batch(global_batch=case.num_microbatches, seq_len=1)
     schedule = make_schedule(case.layout, batch)
     stages = schedule.placement.stages_of(dist.get_rank())
@@ -146,7 +146,7 @@ def measure(case: Case, mesh: DeviceMesh) -> float:
 
 
 def measure_recording(mesh: DeviceMesh, rounds: int = 8) -> float:
-    """What recording adds to a step, as a share of it; the median of steps that follow one that is not recorded."""
+    """Share of a step by which recording it makes it longer: the median over steps that follow one not recorded."""
     runtime, inputs = build(RECORDED, mesh)
     recorder = TimelineRecorder("cpu", RECORDED.layout, timeout_s=60)
     runtime.before_action, runtime.after_input = recorder.before_action, recorder.after_input

@@ -60,7 +60,7 @@ def calibrate(lab: Path) -> float:
 
 
 def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
-    """Those of its trials that ran, the fastest first; what the folder has is not run again."""
+    """The trials of a sweep that ran, the fastest first; trials whose results the folder has are not run again."""
     folder.mkdir(exist_ok=True)
     tell = SweepObserver(on_result=lambda result: print(result.outcome, *result.overrides, file=sys.stderr))
     run_sweep(sweep, make_trials(sweep, folder), folder, tell)
@@ -74,7 +74,7 @@ class Row:
     name: str
     predicted_s: float
     steps_s: tuple[float, ...]
-    """Of each repeat."""
+    """Measured seconds of a step in each repeat of the sweep."""
 
     @property
     def step_s(self) -> float:
@@ -83,7 +83,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, with its sign."""
+        """Relative error of the prediction, positive where it is too long."""
         return self.predicted_s / self.step_s - 1
 
     @property
@@ -93,7 +93,7 @@ class Row:
 
 
 def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken: float) -> list[str]:
-    """Its lines."""
+    """Lines of the page."""
     rows = sorted(join(repeats), key=lambda row: row.step_s)
     best, chosen = rows[0], min(rows, key=lambda row: row.predicted_s)
     error, biased = median(abs(row.error) for row in rows), median(row.error for row in rows)

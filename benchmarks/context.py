@@ -147,7 +147,7 @@ class Sent(TorchDispatchMode):
 
 
 def predict_bytes(method: str, seq_len: int) -> int:
-    """What the table in plans/context.py says of a step: gradients are as fine as keys here."""
+    """Bytes that a step sends by the table in plans/context.py; gradients have the format of keys here."""
     head = seq_len // CP * MODEL.head_width * 4
     queries, kv = MODEL.num_heads, 2 * MODEL.num_kv_heads
     heads = 2 * (2 * queries + kv) / CP if method == "all-to-all" else 3 * kv
@@ -168,7 +168,7 @@ def predict_s(method: str, seq_len: int, cluster: Path) -> float:
 
 
 def report(found: dict[str, Any], cluster: Path, rounds: int, load: float) -> list[str]:
-    """Its lines."""
+    """Lines of the page."""
     lines = [
         "# Three ways to share a sequence\n",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=context`: torch {torch.__version__}, "
@@ -209,7 +209,7 @@ def report(found: dict[str, Any], cluster: Path, rounds: int, load: float) -> li
 
 
 def describe_attention() -> str:
-    """What the kernel reaches at the length that a calibration times, and at shorter and longer ones."""
+    """Speed of the attention kernel at the length that a calibration times, and at a shorter and a longer one."""
     torch.set_num_threads(1)
     short, timed, long = (measure_attention(seq_len) / 1e9 for seq_len in (512, 2048, 8192))
     return (
@@ -255,7 +255,7 @@ def compare_documents() -> list[str]:
 
 
 def make_starts(seed: int, seq_len: int, middle: float, spread: float) -> torch.Tensor:
-    """Where the documents of a sequence start, [1, S]."""
+    """Marks [1, S] of the positions at which the documents of a sequence start."""
     lengths = torch.empty(seq_len).log_normal_(middle, spread, generator=torch.Generator().manual_seed(seed)).ceil()
     firsts = torch.cat((torch.zeros(1), lengths.double().cumsum(0)))
     positions = torch.arange(seq_len, dtype=torch.float64)
@@ -263,7 +263,7 @@ def make_starts(seed: int, seq_len: int, middle: float, spread: float) -> torch.
 
 
 def weigh_hops(starts: torch.Tensor, shares: torch.Tensor) -> list[list[int]]:
-    """Of each rank, the scores that the mask leaves of its queries and the keys of each hop's rank."""
+    """For each rank and hop, the number of scores that the mask leaves of the rank's queries and that hop's keys."""
     cp, seq_len = shares.shape[0], starts.shape[1]
     length = chunk_length(seq_len, cp)
     owners = torch.empty(seq_len, dtype=torch.int64)

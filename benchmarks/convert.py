@@ -37,7 +37,7 @@ from dtlayout.models.weights import FILE_BYTES, list_stored, make_index, plan_fi
 from dtlayout.spec.model_shape import ModelShape
 
 SHARD_BYTES = 5_000_000_000
-"""What `transformers` makes the files of a folder at most."""
+"""Largest size of a file of weights that `transformers` writes by default."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
 def measure(
     model: ModelShape, folder: Path, file_bytes: int = FILE_BYTES, piece_bytes: int = sharded._PIECE_BYTES
 ) -> Iterator[dict[str, Any]]:
-    """What each way took, with these bounds on what is written at once."""
+    """Measurements of each way to convert, with these bounds on what is written at once."""
     make_folder(model, folder / "hf")
     command = [sys.executable, "-m", "benchmarks.convert", "--folder", str(folder)]
     command += ["--sizes", str(file_bytes), str(piece_bytes), "--way"]

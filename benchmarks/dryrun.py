@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def config(self) -> Config:
-        """As a file would say it, but for the layout."""
+        """The run's config, as a file would say it, but for the layout."""
         blank = parse_config(
             {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16}, "train": {"steps": 1}}
         )

@@ -21,7 +21,7 @@ from dtlayout.validation.scores import Prediction, by_table
 from dtlayout.validation.tables import read_tables
 
 FULL_STEPS = 20
-"""Of every trial of a whole sweep."""
+"""Steps of every trial of a sweep that is not halved."""
 START_S = 90.0
 """Until a job of many GPUs makes its first step; all that a trial costs that fails."""
 ERRORS = (0.0, 0.03)
@@ -42,7 +42,7 @@ class Replay:
     runs: int
     """Trials that were started."""
     seconds: float
-    """That they took."""
+    """Seconds that all these trials took."""
     regret: float
     """How much longer the step of the one that was chosen is than the best one's."""
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def report(predictions: Sequence[Prediction], tables: Sequence[str]) -> Iterator[str]:
-    """Its lines."""
+    """Lines of the page."""
     sweeps = {name: rows for name, rows in by_table(predictions).items() if sum(p.run.ran for p in rows) > 1}
     yield "# Successive halving, replayed\n"
     num_rows, today = sum(map(len, sweeps.values())), f"{datetime.now(timezone.utc):%Y-%m-%d}"

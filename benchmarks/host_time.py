@@ -41,9 +41,9 @@ from dtlayout.training.build import assemble
 SHAPE = ModelShape(name="tiny", hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, ffn_size=128, vocab_size=128)
 SEQ_LEN, NUM_MICROBATCHES = 16, 4
 NUM_LAYERS = (2, 10)
-"""Of the shallow and the deep model."""
+"""Layers of the shallow and of the deep model."""
 NUM_STEPS = 12
-"""Of which the fastest counts: whatever else the machine does only adds to it."""
+"""Timed steps. The fastest counts, since all else that the machine does only adds to it."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence parallel": {},
     "selective recomputation": {"recompute": "selective"},

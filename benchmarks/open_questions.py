@@ -1,4 +1,4 @@
-"""What tables of published runs say to the questions that the study leaves open, as Markdown.
+"""Answers of published runs to the questions that the study leaves open, as Markdown.
 
     make bench NAME=open_questions TABLES="FILE …"
 
@@ -47,7 +47,7 @@ _MEASURED = (
 )  # fmt: skip
 """Columns that are no part of what was run; a model is its sizes, for programs spell its name as they like."""
 _USUAL = {"tied": "False", "qk_norm": "False", "compile": "False", "cp": "1", "virtual_stages": "1", "ep": "1"}
-"""What a source that does not say so has."""
+"""Column → value of a source that does not say it."""
 _TASK = ("hidden", "layers", "ffn", "vocab", "experts", "seq_len", "engine", "gpu")
 """Columns of what was to be trained on which GPU."""
 
@@ -72,7 +72,7 @@ def find_release(row: Row) -> str:
 
 
 def find_conditions(row: Row) -> tuple[str, ...]:
-    """What a note says beside the columns of how a run differs."""
+    """Conditions of a run that no column has, but its note names."""
     return tuple(name for name, pattern in _CONDITIONS.items() if pattern.search(row.get("note") or ""))
 
 
@@ -87,7 +87,7 @@ def but(*names: str) -> Callable[[Row], Hashable]:
 
 
 def task(*names: str) -> Callable[[Row], Hashable]:
-    """What was to be trained on which GPU, these columns, and what a note says of it."""
+    """A function from a row to its model, batch and GPU, to these columns, and to the conditions in its note."""
     return lambda row: (tuple(row.get(name) for name in (*_TASK, *names)), find_conditions(row))
 
 
@@ -158,7 +158,7 @@ def speed_of(row: Row) -> float:
 
 
 def keep_fastest(rows: Sequence[Row], *keys: Callable[[Row], Hashable]) -> list[Row]:
-    """Of the rows that are alike in all keys the fastest, in the order of the rows."""
+    """The fastest of all rows that are alike in all keys, in the order of the rows."""
     fastest: dict[Hashable, Row] = {}
     for row in rows:
         alike = tuple(key(row) for key in keys)
@@ -213,7 +213,7 @@ def describe_layout(row: Row) -> str:
 
 
 def name_row(row: Row) -> str:
-    """Where a row stands."""
+    """Table and number of a row."""
     return f"{row['table']} {row['row']}"
 
 
@@ -235,7 +235,7 @@ def describe_sequence_parallelism(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def describe_predicted_sequence_parallelism(tables: Sequence[Path]) -> Iterator[str]:
-    """What the formulas expect of it where rows have it on: predicted with it over predicted without."""
+    """Predicted speed and peak with sequence parallelism over those without it, for rows that have it on."""
     runs = [run for run in read_tables(tables).runs if run.ran and run.layout.shards_sequence]
     off = [replace(run, layout=replace(run.layout, sequence_parallel=False)) for run in runs]
     groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)

@@ -68,7 +68,7 @@ class Row(NamedTuple):
     subject: Subject
 
     def __str__(self) -> str:
-        """As a row of Markdown."""
+        """The comparison as a row of Markdown."""
         config, layout = self.subject.config, self.subject.layout
         cells = [
             str(layout), str(self.subject.rank), str(config.model.num_layers), f"{config.model.vocab_size:,}",

@@ -1,4 +1,4 @@
-"""What each kind of recomputation saves and costs: measured on this CPU, and predicted for a GPU, as Markdown.
+"""Memory that each kind of recomputation saves and time that it costs, measured on this CPU and predicted for a GPU.
 
     make bench NAME=recompute
 

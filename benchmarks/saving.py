@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: time of steps without any, with one each tenth step, and with the run waiting for it.
+"""Cost of checkpoints: time of steps without any, with one each tenth step, and with the run waiting for it.
 
 `python -m benchmarks.saving` runs them in turn on this CPU and prints a page: medians of rounds, from the end of the
 tenth step to the end of the last. Once with a core more than there are ranks, as a node with GPUs has many, and once

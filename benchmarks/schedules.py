@@ -23,7 +23,7 @@ from dtlayout.validation.columns import COLUMNS, WHERE_NO_COLUMN, Cells
 from dtlayout.validation.row_parsing import to_kernels, to_layout, to_model
 
 ASSUMED = {"micro_batch": "1", "recompute": "none", "kernel": "flash2+rmsnorm", "zero": "1"}
-"""What rows have that do not say so, by column."""
+"""Column → value of rows that do not say it."""
 LEAST_SCHEDULES = 4
 OWN = (
     "row",
@@ -77,7 +77,7 @@ def measured_speeds(rows: Sequence[Cells]) -> list[float | None]:
 
 
 def predicted_speeds(estimates: Sequence[Estimate]) -> list[float]:
-    """The same, of one batch."""
+    """Predicted speeds of layouts over that of the first, of one batch."""
     return [estimates[0].step_time_s / estimate.step_time_s for estimate in estimates]
 
 

@@ -54,8 +54,8 @@ PARTS = {
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     },
 }
-"""Of a step with PyTorch's flash kernel: names of the profiler's, which takes its own time of every operator, and
-blockwise attention is thousands of them."""
+"""Part of a step with PyTorch's flash kernel → the profiler's names of it. Blockwise attention is not profiled: it is
+thousands of operators, and the profiler takes time of its own for each of them."""
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16")
 MODES = ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], float]
@@ -126,7 +126,7 @@ def make_plain_step(number_format: Format, mode: str, sharding: str) -> Step:
 
 
 def make_loop(model: nn.Module, number_format: Format, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    """What one writes around a module: autocast for bf16, clipping, fused AdamW."""
+    """A training loop as people write it around a module: autocast for bf16, clipping, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> float:
@@ -143,7 +143,7 @@ def make_loop(model: nn.Module, number_format: Format, loss_of: Callable[[Tensor
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """As one of the ranks that were started, with its share of two threads."""
+    """A block in which this process is one of the ranks that were started, with its share of two threads."""
     join_ranks(open_device("cpu", None), timeout_s=600)
     torch.set_num_threads(2 // dist.get_world_size())
     yield
@@ -198,7 +198,7 @@ def measure(world_size: int, program: str, number_format: Format, mode: str, num
 
 
 def execute(command: Sequence[str], num_threads: int) -> str:
-    """What a command prints; SystemExit with its words if it fails."""
+    """The output of a command; SystemExit with its words if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     if done.returncode:

@@ -67,7 +67,7 @@ def calibrate(sweep: Sweep, hosts: Path) -> None:
 
 
 def ask(sweep: Sweep, hosts: Path, choice: str) -> dict[str, Any]:
-    """What `recommend` says of a choice, as JSON; nothing has run yet."""
+    """The answer of `recommend` for a choice, as JSON; nothing has run yet."""
     trained, model = load_config(sweep.config, sweep.overrides), hosts.with_name("model.toml")
     model.write_text(trained.to_toml())
     command = ["recommend", "--json", "--model", str(model), "--cluster", str(hosts), "--why-not", choice]
@@ -83,7 +83,7 @@ def ask(sweep: Sweep, hosts: Path, choice: str) -> dict[str, Any]:
 def report(
     sweep: Sweep, beforehand: dict[str, dict[str, Any]], across: Sequence[TrialResult], inside: Sequence[TrialResult]
 ) -> list[str]:
-    """Its lines."""
+    """Lines of the page."""
     alone = {result.name: result for result in inside}
     rows = [(result, alone[result.name]) for result in across if result.name in alone]
     return [

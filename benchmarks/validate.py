@@ -70,7 +70,7 @@ class Rows(NamedTuple):
 
     @property
     def models(self) -> HeldOutErrors:
-        """Those whose model was left out."""
+        """Errors of predictions for models that were left out of the fit."""
         return self.left_out.ways["model"]
 
     @property
@@ -114,7 +114,7 @@ def tell(line: str) -> None:
 
 
 def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
-    """Its lines."""
+    """Lines of the page."""
     yield "# Predictions against measured runs\n"
     versions = ", ".join(f"{name} {find_version(name, 'not installed')}" for name in ("dtlayout", "numpy", "scipy"))
     yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need"
@@ -225,7 +225,7 @@ def _format(value: float | None, name: str) -> str:
 
 
 def _report_constants(runs: Sequence[Run]) -> Iterator[str]:
-    """What is fitted, and which of it stands at a bound."""
+    """Lines on the constants that are fitted, and on those that stand at a bound."""
     lines = []
     for (name, _), group in group_for_fit(runs).items():
         for parameter in list_parameters(find_engines(group)):
@@ -286,7 +286,7 @@ def explain_row(name: str, reasons: Mapping[str, str]) -> str:
 
 
 def report_ablations(runs: Sequence[Run]) -> Iterator[str]:
-    """What is lost without each constant, the others of its kind fitted again."""
+    """Lines on the accuracy that is lost without each constant, the others of its kind fitted again."""
     shown = ("fit", "median_ape", "mape", "tau", "memory")
     yield "## Without one constant\n"
     lines = []

@@ -1,4 +1,4 @@
-"""What torch.compile brings a layout: kernels.compile = none, blocks, loss and model, each trained for some steps.
+"""Speed of a layout with kernels.compile = none, blocks, loss and model, each trained for some steps.
 
 torchrun --nproc-per-node 2 examples/compile_experiment.py
 

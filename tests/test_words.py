@@ -10,8 +10,18 @@ import pytest
 
 import dtlayout
 
-ROOT = Path(dtlayout.__file__).parent
-SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+PACKAGE = Path(dtlayout.__file__).parent
+ROOT = PACKAGE.parent
+
+
+def read_sources(*folders: Path) -> dict[str, str]:
+    """Path below the checkout → source, of all modules in some folders."""
+    paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+SOURCES = read_sources(PACKAGE)
+BESIDE = read_sources(ROOT / "benchmarks", ROOT / "examples")
 
 PRONOUN = (
     "Of|It|Its|They|Them|Their|He|His|Who|Whom|Whose|Which|Where|What|Those|These|That|Such|As|Beyond|Nothing|Likewise|"
@@ -63,7 +73,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 def find_riddles(sources: dict[str, str]) -> list[str]:
     """File, line and first line of each docstring that opens with a word whose subject stands elsewhere."""
     return [
-        f"dtlayout/{path}:{line}: {text.splitlines()[0]}"
+        f"{path}:{line}: {text.splitlines()[0]}"
         for path, source in sources.items()
         for line, text in docstrings(source)
         if OPENER.match(text)
@@ -76,7 +86,8 @@ def test_public_class_names_are_unique():
 
 
 def test_no_docstring_opens_with_a_word_whose_subject_stands_elsewhere():
-    riddles = find_riddles(SOURCES)
+    assert {path.partition("/")[0] for path in BESIDE} == {"benchmarks", "examples"}
+    riddles = find_riddles(SOURCES | BESIDE)
     assert not riddles, "\n".join([f"{len(riddles)} docstrings:", *riddles, HOW_TO_WRITE])
 
 

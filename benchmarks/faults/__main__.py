@@ -153,7 +153,7 @@ def describe_signals(own: Sequence[Event]) -> list[str]:
 
 
 def describe_breaks(own: Sequence[Event]) -> list[str]:
-    """Which tests notice what."""
+    """A table of the planted faults and the tests that notice them."""
     rows = [
         f"| {event.what} | {', '.join(f'`{name}`' for name in event.facts['failed'])} |" for event in own if event.count
     ]

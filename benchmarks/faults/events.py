@@ -1,4 +1,4 @@
-"""What was provoked and what came of it, one JSON line each, so that a fault run that broke off goes on."""
+"""Events: faults that were provoked and what came of them, one JSON line each, so that a run that broke off goes on."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ class Event:
 
     kind: str
     what: str
-    """Which one of its kind: the same words are not provoked again."""
+    """Words that tell it from others of its kind; a fault with the same words is not provoked again."""
     problem: str = ""
-    """What was lost or went wrong; empty if nothing was."""
+    """Description of what was lost or went wrong; empty if nothing was."""
     count: int = 1
     """How many faults it stands for; 0 for a comparison after them."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the page counts."""
+    """Numbers and names that the page counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class Amounts:
 
     kills: int
     inside: int
-    """Of the kills, those that leave a save unfinished."""
+    """Kills that leave a save unfinished, among `kills`."""
     signals: int
     """SIGTERMs in each phase."""
     pairs: int
-    """Of layouts."""
+    """Pairs of layouts: one saves a checkpoint, the other one loads it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Kind:
     name: str
     title: str
     promise: str
-    """What each of them must come to."""
+    """Sentence on how a run must come through each fault of this kind."""
     provoke: Callable[[Path, Amounts, Sequence[Event]], Iterator[Event]]
     """In a folder of its own, those that are not among the events."""
     expected: Callable[[Amounts], int]

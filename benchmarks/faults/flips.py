@@ -38,7 +38,7 @@ def copy_until(straight: Path, run: Path) -> Path:
 
 
 def go_on(run: Path, straight: Path, name: str) -> str:
-    """What is wrong with a run that goes on after a byte of a file has changed."""
+    """The problem with a run that goes on after a byte of a file has changed."""
     path = run / CHECKPOINTS / NEWEST / name
     content = bytearray(path.read_bytes())
     content[random.Random(name).randrange(len(content))] ^= 0x10

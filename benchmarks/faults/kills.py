@@ -32,7 +32,7 @@ from benchmarks.faults.runs import (
 OPTIONS = (*PP2_TP2, "--checkpoint.every=3")
 RESTARTS = 3
 TRIES = 3
-"""As many kills as were asked for, times this, may be needed until enough were inside a save."""
+"""Most kills for each one that was asked for, until enough have fallen inside a save."""
 
 
 def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[Event]:

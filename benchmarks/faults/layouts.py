@@ -71,7 +71,7 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
 
 
 def find_difference(saved: State, loaded: State, steps: int, found_steps: set[int]) -> str:
-    """What is not as it was saved, empty if all is."""
+    """Description of what is not as it was saved; empty if all is."""
     if found_steps != {steps}:
         return f"{steps} steps were saved, {found_steps} loaded"
     if saved.keys() != loaded.keys():

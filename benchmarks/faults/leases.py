@@ -153,7 +153,7 @@ def _compare_bits(kind: str, run: Path, straight: Path) -> Event:
 
 OFFSETS_S = {"a day": 86400.0, "an hour": 3600.0, "a minute": 60.0}
 SPARE_S = 10.0
-"""By which a wait may be longer than it has to be, on a machine that does other things."""
+"""Seconds by which a wait may be longer than it has to be, since the machine does other things too."""
 
 
 def provoke_clocks(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[Event]:

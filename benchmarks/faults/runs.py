@@ -63,7 +63,7 @@ class Start:
 
     @property
     def said(self) -> str:
-        """What it has printed."""
+        """Text that the run has printed so far."""
         with self.log.open("rb") as file:
             file.seek(self.log_began)
             return file.read().decode(errors="replace")
@@ -183,7 +183,7 @@ def is_saving(run: Path) -> bool:
 
 
 def find_all_damage(run: Path) -> str:
-    """What is wrong with any checkpoint that looks whole, and is not removed meanwhile."""
+    """Damage of all checkpoints that look whole and are not removed meanwhile; empty if there is none."""
     damage = [(path, find_damage(path)) for path in list_checkpoints(run / CHECKPOINTS)]
     return "; ".join(f"{path.name}: {each}" for path, found in damage for each in found if path.exists())
 
@@ -218,5 +218,5 @@ def _hash_tensors(checkpoint: Path) -> dict[str, str]:
 
 
 def say(*problems: str) -> str:
-    """Those of several that are some."""
+    """All problems that are not empty, as one line."""
     return "; ".join(filter(None, problems))

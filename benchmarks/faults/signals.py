@@ -31,7 +31,7 @@ from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 
 GRACE_S = 30.0
-"""What torchrun gives. A compilation is waited for, for which its --shutdown-timeout is to be longer."""
+"""Seconds that torchrun gives its ranks to end. A compilation takes longer, and needs a longer --shutdown-timeout."""
 STOPPED_S = 3.0
 """For how long a rank stands still by SIGSTOP."""
 TP2 = ("--layout.pp=1", "--layout.tp=2")

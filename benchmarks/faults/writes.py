@@ -12,7 +12,7 @@ from benchmarks.faults.events import Amounts, Event, Kind
 from benchmarks.faults.runs import PP2_TP2, compare, find_all_damage, is_saving, run_straight, say, started
 
 STEPS = {0: 48, 3: 16}
-"""Of each rank, more than a save has changes of files there."""
+"""Rank → steps of its run: more than the changes of files that a save makes on this rank."""
 OPTIONS = (*PP2_TP2, "--checkpoint.every=1")
 
 

@@ -1,4 +1,4 @@
-"""The same bits? Trainings that are repeated or resumed, and the trainer's own program."""
+"""Checks that trainings which are repeated or resumed end with equal bits, and that train.py runs."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ from dtlayout.training.step import TrainStep
 NUM_STEPS = 4
 LEARNING_RATE = 1e-2
 TRAINER_LIMIT_S = 140
-"""Of both of its runs: less than what a cell may take."""
+"""Seconds for both runs of train.py together: less than a cell may take."""
 ROOT = Path(dtlayout.__file__).parents[1]
 _CONFIG = """
 [model]

@@ -46,7 +46,7 @@ class _GivenGradient(torch.autograd.Function):
 
 
 def assemble_blocks(cell: Training, precision: Precision, *, seed: int, device_type: str) -> Assembly:
-    """As `training.build.assemble`, of a cell's blocks."""
+    """The blocks of a cell, assembled as `training.build.assemble` does with a whole model."""
     shape, batch, layout = cell.shape, cell.batch, cell.layout
     plan = make_plan(shape, layout, cell.kernels, precision)
     schedule = make_schedule(layout, batch)

@@ -1,4 +1,4 @@
-"""What `dtlayout calibrate` measures, measured here, and the constants that follow from all rows.
+"""Calibration: measurements of `dtlayout calibrate`, and the constants that follow from all rows.
 
 Kernels are read off their own measurements and the host's times are fitted to small steps, as `dtlayout calibrate`
 does. The host's time of a layer under tp comes from the rank of a fake group, and passes over memory, which nothing
@@ -23,7 +23,7 @@ from dtlayout.spec.cluster import Cluster
 from dtlayout.spec.device import Device
 
 PACKAGES = ("scipy", "tomli_w")
-"""What fitting and writing constants need."""
+"""Packages that fitting and writing constants need."""
 _FROM_STEPS = ("width_traffic_bytes", "logit_traffic_bytes", "norm_traffic_bytes")
 """Constants that nothing measures alone; on a CPU the small steps tell some of them."""
 _LOSSES = (("soft_l1", 0.05),)
@@ -37,7 +37,7 @@ def measure_calibration(_: Calibration, device: Device) -> Measured:
 
 
 def find_measured(rows: Iterable[Row]) -> Measured | None:
-    """What was measured last; None if nothing was."""
+    """The calibration that was measured last; None if there is none."""
     return next((row.measured for row in reversed([*rows]) if isinstance(row.measured, Measured)), None)
 
 

@@ -1,4 +1,4 @@
-"""What the device reaches in one operation alone: matmul, copy, attention."""
+"""Ceilings: speeds that the device reaches in one operation alone, a matmul, a copy or attention."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is measured, as data: a *cell* is one choice of all that varies.
+"""Cells: measurements as data. A *cell* is one choice of all that varies.
 
 A `Check` compares results with what they should be. A `Ceiling` is one operation alone, a `Training` a step of the
 trainer: of a whole model, or of some of its decoder layers without embedding and head. `HostTime` is what the host
@@ -22,7 +22,7 @@ from dtlayout.spec.precision import Format, Precision
 Direction = Literal["forward", "backward"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 World = Literal["one rank", "one rank, deterministic", "none"]
-"""What a process has joined before it measures a cell."""
+"""Process group that a process has joined before it measures a cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Matmul:
     world: ClassVar[World] = "one rank"
     unit: ClassVar = "TFLOP/s"
     label: str
-    """Whose it is."""
+    """Name of the model and its matmul that have this size."""
     m: int
     n: int
     k: int
@@ -87,7 +87,7 @@ class AttentionCall:
 Ceiling = Matmul | Copy | AttentionCall
 
 BASE = Kernels(attention="sdpa-flash", norm="fused", loss="chunked", compile="none")
-"""What is varied, one factor at a time."""
+"""Kernels from which other cells differ in one factor at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,12 @@ class Training:
 
     @property
     def batch(self) -> Batch:
-        """Of an optimizer step."""
+        """Samples of an optimizer step."""
         return Batch(global_batch=self.global_batch, seq_len=self.seq_len)
 
     @property
     def layout(self) -> Layout:
-        """Of one rank."""
+        """The layout, which is that of one rank."""
         return Layout(micro_batch=self.micro_batch, recompute=self.recompute, offload=self.offload)
 
     @property
@@ -131,7 +131,7 @@ class Training:
 
     @property
     def given_bytes(self) -> int:
-        """Of blocks alone: the whole batch's hidden states and their gradients, [B, S, D] in bf16, held all along."""
+        """Bytes of the hidden states and their gradients, [B, S, D] in bf16, which blocks alone hold; else 0."""
         return 0 if self.num_blocks is None else 2 * 2 * self.batch.num_tokens * self.shape.hidden_size
 
     @property
@@ -144,12 +144,12 @@ class Training:
 
     @property
     def subject(self) -> str:
-        """What is trained."""
+        """Name of the model, and the number of its blocks if these are trained alone."""
         return self.model if self.num_blocks is None else f"{self.model}, {self.num_blocks} blocks"
 
     @property
     def variant(self) -> str:
-        """What differs from the base."""
+        """Kernels that differ from the base, and what is offloaded."""
         return describe_variant(self.kernels) + f", offload={self.offload}" * (self.offload != "none")
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ class StepCheck:
 
     world: ClassVar[World] = "one rank"
     model: Literal["llama", "tied", "qwen3", "mixture", "mixture of all"] = "llama"
-    """Which small model."""
+    """Name of the small model that is trained."""
     kernels: Kernels = BASE
     compute: Format = "bfloat16"
     recompute: str = "none"
@@ -223,7 +223,7 @@ class BitsCheck:
 
     world: ClassVar[World] = "one rank, deterministic"
     step: StepCheck
-    """What is trained."""
+    """The step that both trainings do."""
 
 
 class RepeatCheck(BitsCheck):
@@ -255,7 +255,7 @@ Check = OperationCheck | StepCheck | WeightsCheck | RepeatCheck | ResumeCheck | 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """What the host takes of a layer and microbatch, forward and backward, as a rank among `tp` that are not there."""
+    """The host's time for a layer and microbatch, forward and backward, as one of `tp` ranks; the others are fake."""
 
     world: ClassVar[World] = "none"
     tp: int
@@ -268,7 +268,7 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What `dtlayout calibrate` measures, on one rank."""
+    """All measurements of `dtlayout calibrate`, on one rank."""
 
     world: ClassVar[World] = "one rank"
 
@@ -280,5 +280,5 @@ Cell = Check | Ceiling | Training | HostTime | Calibration
 
 
 def describe_variant(kernels: Kernels) -> str:
-    """What differs from the base."""
+    """Kernels that differ from the base, or the word base."""
     return " ".join(f"{k}={v}" for k, v in vars(kernels).items() if v != getattr(BASE, k)) or "base"

@@ -41,7 +41,7 @@ LIMITS = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 4e-2}
 """The largest error of a result or a gradient, by the format that is computed in. On a CPU the largest that is seen is
 a third of it."""
 WEIGHTS_LIMIT = 1e-6
-"""Of initial weights, in fp32: the device has another inverse of the error function than the CPU."""
+"""Largest error of initial weights in fp32: the device's inverse error function is not the CPU's."""
 _LLAMA = ModelShape(
     name="check", hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=512, vocab_size=512
 )

@@ -43,7 +43,7 @@ def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
 
 
 def describe_bar(cell: Training) -> str:
-    """What differs from the base, recomputation included."""
+    """Name of a bar: all that differs from the base, recomputation included."""
     return cell.variant + f", recompute={cell.recompute}" * (cell.recompute != "none")
 
 

@@ -1,4 +1,4 @@
-"""What the cost model says of a training cell on the GPU that was found. Imports no torch."""
+"""Predictions of the cost model for training cells, on the GPU that was found. Imports no torch."""
 
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Prediction

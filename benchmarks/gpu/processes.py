@@ -53,7 +53,7 @@ from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.rendezvous import join_ranks
 
 LEFT_BEHIND_BYTES = 256 << 20
-"""What a cell may leave allocated for the next one: cuBLAS keeps workspaces of some 32 MiB a stream."""
+"""Most bytes that a cell may leave allocated for the next one: cuBLAS keeps workspaces of some 32 MiB a stream."""
 PATIENCE_S = 10.0
 """How long a process may take to end by itself."""
 MOST_TRIES = 2
@@ -193,7 +193,7 @@ def work(suite: Suite, world: World, pipe: Connection) -> None:
 
 
 def measure(cell: Cell, device: Device, num_steps: int, predicted: Prediction | None) -> Measurement:
-    """What is measured of a cell on this device."""
+    """The measurement of a cell on this device."""
     kernels = kernels_of(cell)
     if kernels is not None:
         kernels.check(KernelRequest(device=device, compute=PRECISION.compute))

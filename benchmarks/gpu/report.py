@@ -48,7 +48,7 @@ class Report:
 
     def __init__(self, folder: Path, device: str, torch: str, suite: Suite, rows: Sequence[Row]):
         self.path = folder / f"bench_gpu-{re.sub('[^a-z0-9]+', '-', device.lower())}"
-        """Of all its files, without what differs."""
+        """Path of all files of the report, without their endings."""
         self.device = device
         self.torch = torch
         self.suite = suite
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def latest(self) -> list[Row]:
-        """Of each cell the last row."""
+        """The last row of each cell."""
         return list({row.cell: row for row in self.rows}.values())
 
     def add(self, row: Row) -> None:
@@ -255,7 +255,7 @@ TABLES: Sequence[tuple[Any, Sequence[Column]]] = (
 
 
 def summarise(rows: Iterable[Row]) -> Iterator[str]:
-    """What a reader wants first: what is wrong, the best MFU of each subject, how far off predictions are."""
+    """Lines that a reader wants first: failed checks, the best MFU of each subject, the errors of predictions."""
     rows = list(rows)
     checks = [row for row in rows if isinstance(row.cell, Check) and row.status in ("ok", "error", "oom")]
     if checks:

@@ -1,4 +1,4 @@
-"""What came of a cell, and the file of it that one call leaves for the next."""
+"""Rows: the result of each cell, and the file in which one call leaves them for the next."""
 
 import json
 import os
@@ -23,44 +23,44 @@ class Checked:
     error: float
     """The largest ‖a - b‖ / ‖b‖; infinite where something is not finite."""
     where: str
-    """Whose error it is."""
+    """Name of the result that has this error."""
     limit: float
     """The largest that is right."""
     ran: tuple[str, ...] = ()
     """Operations and their kernels that really ran, where they were looked at."""
     problem: str = ""
-    """What else is wrong."""
+    """Sentence on anything else that is wrong; empty if nothing is."""
 
     @property
     def wrong(self) -> str:
-        """What is wrong, in a line; empty if it is right."""
+        """All problems in a line; empty if the results are right."""
         size = f"{self.where} is off by {self.error:.2g}, more than {self.limit:g}" if self.error > self.limit else ""
         return "; ".join(filter(None, (size, self.problem)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """What the host takes."""
+    """Seconds that the host takes."""
 
     layer_s: float
-    """Of a layer and microbatch, forward and backward."""
+    """Seconds for one layer and microbatch, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What a ceiling cell measured."""
+    """The measurement of a ceiling cell."""
 
     median_s: float
-    """Of one operation."""
+    """Median of the seconds that one operation takes."""
     per_second: float
     """FLOPs or bytes."""
     share: float | None
-    """Of the data sheet's number; None where that is not known."""
+    """Fraction of the data sheet's number that is reached; None where that number is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training cell measured."""
+    """The measurement of a training cell."""
 
     first_step_s: float
     """With compilation and first allocations, and without the profiler that the next step runs under."""
@@ -74,19 +74,19 @@ class Trained:
     peak_memory_bytes: int
     """torch.cuda.max_memory_allocated of the timed steps; on CPU what StorageTracker counts in one more."""
     attention_kernels: tuple[str, ...]
-    """Those that really ran."""
+    """Names of the attention kernels that really ran."""
     loss: float | None
     """After the last step; blocks alone have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the cost model said of a training cell, by the constants of this trainer on the GPU type."""
+    """The cost model's prediction for a training cell, by the constants of this trainer on the GPU type."""
 
     step_time_s: float
     peak_bytes: float
     capacity_bytes: float
-    """What the allocator may hold."""
+    """Most bytes that the allocator may hold."""
 
 
 Measurement = Checked | Reached | Trained | HostTimes | Measured
@@ -109,23 +109,23 @@ class Row:
     """Why it is not ok: first line of the failure."""
     device: str | None = None
     torch: str = ""
-    """Its version."""
+    """Version of torch."""
     peak_flops_per_s: float | None = None
     """The 100 % of MFU."""
     measured: Measurement | None = None
     """None if it is not ok."""
     predicted: Prediction | None = None
-    """Of a training cell, whether it ran or not."""
+    """Prediction for a training cell, whether it ran or not; None for other cells."""
     not_predicted: str = ""
     """Why it has no prediction."""
 
     def flatten(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The row as a table of JSON."""
         return {"kind": type(self.cell).__name__, "name": str(self.cell), **asdict(self)}
 
     @staticmethod
     def parse(table: dict[str, Any]) -> "Row":
-        """What `flatten` gave; InvalidConfig, KeyError or TypeError if it is something else."""
+        """The row of a table that `flatten` gave; InvalidConfig, KeyError or TypeError if it is another table."""
         cell, measured = _KINDS[table["kind"]]
         values = {name: value for name, value in table.items() if name not in ("kind", "name")}
         for name, kind in (("cell", cell), ("measured", measured), ("predicted", Prediction)):

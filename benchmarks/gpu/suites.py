@@ -1,4 +1,4 @@
-"""Which cells there are: groups of them, in the order in which they run, the most valuable first.
+"""Suites: groups of cells, in the order in which they run, the most valuable first.
 
 Legend: T tokens, D model width, F FFN, V vocabulary.
 """
@@ -253,4 +253,4 @@ CPU = Suite(
         "sweep": list(sweep(_DEBUG, (1,))),
     },
 )
-"""The same at a size that a CPU does in two minutes."""
+"""The suite with small sizes, which a CPU does in two minutes."""

@@ -70,7 +70,7 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
 
 
 def prepare(cell: Training, device_type: str) -> tuple[Assembly, Tensor, Tensor]:
-    """What trains, what goes in, and what a step compares with: the tokens that follow, or the output's gradient."""
+    """The assembled trainer, its inputs, and its targets: the tokens that follow, or blocks' output gradient."""
     if cell.num_blocks is not None:
         assembly = assemble_blocks(cell, PRECISION, seed=SEED, device_type=device_type)
         shape = (cell.global_batch, cell.seq_len, cell.shape.hidden_size)
