@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from layouts import all_layouts
 from plugged import plugged_in
 
 from benchmarks.dryrun import Subject
@@ -10,13 +11,15 @@ from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.forward_only import find_differentiated, find_forward_only
 from dtlayout.costmodel.fsdp2.memory import estimate_curve
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.families import FAMILIES, Family, count_frozen_first, describe
 from dtlayout.models.presets import find_preset
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.planner.prediction import own_scenario
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import Space
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
@@ -86,6 +89,26 @@ def test_every_engine_is_predicted_to_do_and_keep_nothing_for_a_backward_of_the_
     held = [each.memory(layout, kernels)[0].activations for each in (frozen, trained)]
     assert held[0] < 0.15 * held[1]
     assert frozen.estimate(layout, kernels).step_time_s < 0.6 * trained.estimate(layout, kernels).step_time_s
+
+
+def test_the_best_layout_found_is_the_best_of_all():
+    """Bounds of a search must not count a backward that the first blocks lack; memory leaves some layouts out."""
+    small = replace(FROZEN, hidden_size=2048, num_heads=16, num_kv_heads=4, ffn_size=4096, num_layers=6)
+    gpu = replace(find_gpu("a100-80g-sxm"), memory_bytes=4_000_000_000)
+    scenario = Scenario(
+        model=small,
+        batch=Batch(global_batch=8, seq_len=512),
+        cluster=Cluster(gpu=gpu, num_gpus=4, gpus_per_node=4),
+        engine=find_engine("dtlayout", gpu.name),
+    )
+    fixed = {"attention": "sdpa-flash", "norm": "fused", "zero": 2, "micro_batch": 1}
+    space, estimates = Space(scenario, fixed), Estimator(scenario)
+    legal = [case for case in all_layouts(space) if case[0].is_legal(small, scenario.batch)]
+    found = [estimates.estimate(*case) for case in legal if not find_refusals(scenario, *case)]
+    fitting = [each for each in found if each.fits]
+    assert 0 < len(fitting) < len(found)
+    (best,) = Search(space).run(top=1).ranked
+    assert best.step_time_s == min(each.step_time_s for each in fitting)
 
 
 def test_blocks_behind_a_trained_embedding_have_a_backward(monkeypatch):
