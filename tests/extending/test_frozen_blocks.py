@@ -7,6 +7,7 @@ from layouts import all_layouts
 from plugged import plugged_in
 
 from benchmarks.dryrun import Subject
+from dtlayout.costmodel.cache_keys import StageLayout, key_of
 from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.forward_only import find_differentiated, find_forward_only
@@ -17,6 +18,7 @@ from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.families import FAMILIES, Family, count_frozen_first, describe
 from dtlayout.models.presets import find_preset
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.prediction import own_scenario
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
@@ -109,6 +111,17 @@ def test_the_best_layout_found_is_the_best_of_all():
     assert 0 < len(fitting) < len(found)
     (best,) = Search(space).run(top=1).ranked
     assert best.step_time_s == min(each.step_time_s for each in fitting)
+
+
+def test_lower_bounds_count_no_backward_of_a_block():
+    estimates = estimator("dtlayout", FROZEN)
+    part = key_of(RECOMPUTED, StageLayout)
+    blocks = estimates.layout_work(part, Kernels()).blocks
+    first = estimates.work(RECOMPUTED, Kernels())[0]
+    num_layers = len(estimates.stages(RECOMPUTED)[0].layers)
+    assert num_layers * blocks.least_s[0] <= first.compute_s and blocks.least_s[1] == 0.0
+    held = Peaks(estimates).block_bytes(part, Kernels())
+    assert held.saved == held.kept == held.recomputed == 0.0 < held.logits
 
 
 def test_blocks_behind_a_trained_embedding_have_a_backward(monkeypatch):
