@@ -86,18 +86,20 @@ def _to_document(sides: Sequence[tuple[str, Case]]) -> dict[str, Any]:
         for (name, (scenario, _, _)), found, speed in zip(sides, estimates, speeds, strict=True)
     ]  # fmt: skip
     steps = [{**found.time.as_dict(), "total": found.step_time_s} for found in estimates]
-    return {"ok": True, "compared": compared, "_steps": steps, "_speeds": speeds}
+    has_experts = any(case.scenario.model.experts for _, case in sides)
+    return {"ok": True, "compared": compared, "_steps": steps, "_speeds": speeds, "_has_experts": has_experts}
 
 
 def _describe(document: JsonDocument) -> list[str]:
     sides, steps, speeds = document["compared"], document["_steps"], document["_speeds"]
     names = [str(place) for place, _ in enumerate(sides, start=1)]
     legend = [[place, side["name"], str(Layout(**side["layout"]))] for place, side in zip(names, sides, strict=True)]
+    operations = [key for key in sides[0]["kernels"] if key != "experts" or document["_has_experts"]]
     facts: list[tuple[str, list[str]]] = [
         ("model", [side["model"] for side in sides]),
         ("sequences a step", ["{global_batch} of {seq_len:,}".format(**side["batch"]) for side in sides]),
         ("GPUs", [f"{side['gpus']} x {side['gpu']}" for side in sides]),
-        *((key, [side["kernels"][key] for side in sides]) for key in sides[0]["kernels"]),
+        *((key, [side["kernels"][key] for side in sides]) for key in operations),
         ("fits", ["yes" if side["fits"] else "no" for side in sides]),
         ("MFU", ["n/a" if side["mfu"] is None else f"{side['mfu']:.1%}" for side in sides]),
         ("tokens/s/GPU", [_say_speed(side["tokens_per_s_per_gpu"]) for side in sides]),

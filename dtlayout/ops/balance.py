@@ -17,7 +17,7 @@ from dtlayout.spec.model_shape import Experts
 
 
 class RoutingCounts:
-    """What a router did in the forwards of a step, and what its losses are divided by."""
+    """Counts of a router over the forwards of a step, and the number of targets that divides its losses."""
 
     def __init__(self, rules: Experts):
         self.rules = rules

@@ -1,4 +1,4 @@
-"""Routers of a rank's stages: what their losses are divided by, what they count, and biases that counts move."""
+"""Routers of a rank's stages: the targets that divide their losses, their counts, and biases that counts move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,9 +78,9 @@ class Balance:
             mixture.counts.num_targets = num_targets
 
     def count(self) -> Tensor | None:
-        """What this rank's routers counted since the last call, fp64 [size]; summed over all ranks it is of the step.
+        """Counts of this rank's routers since the last call, fp64 [size]; their sum over all ranks is that of the step.
 
-        None without experts.
+        None if no router has counted anything.
         """
         counted = ((block, mixture.counts.take()) for block, mixture in self.mixtures.items())
         rows = {block: row for block, row in counted if row is not None}

@@ -28,7 +28,7 @@ class StepResult:
     stop_requested: bool
     """Whether any rank asked to stop."""
     routing: Routing | None = None
-    """What the routers did, in a model with experts."""
+    """Choices of the routers in the step, in a model with experts."""
 
     @property
     def is_finite(self) -> bool:

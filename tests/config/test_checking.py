@@ -31,15 +31,15 @@ def test_a_capability_of_the_trainer_is_a_row_of_its_engines_file(monkeypatch):
         "precision.matmuls=mxfp8 can be predicted, not trained; use precision.matmuls=compute": config_with(
             {}, precision={"matmuls": "mxfp8"}
         ),
-        "model.experts: dtlayout has no mixture of experts; use a model without, or another engine": config_with(
-            {"experts": EXPERTS}
+        "model.experts.bias=true can be predicted, not trained; use experts.bias=false": config_with(
+            {"experts": EXPERTS | {"bias": True}}
         ),
     }
     for problem, config in rows.items():
         assert problems_of(config) == [problem]
     tables = engine._read_engines()[engine.OWN_ENGINE]
     features = tables["features"]
-    gained = replace(features, axes=(*features.axes, "ep"), matmuls=("mxfp8",), untrained=())
+    gained = replace(features, matmuls=("mxfp8",), untrained=())
     monkeypatch.setitem(tables, "features", gained)
     for config in rows.values():
         assert check_layout(config, 1).world_size == 1
