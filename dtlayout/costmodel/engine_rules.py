@@ -148,7 +148,7 @@ def _check_tokens_of_experts(layout: Layout, model: ModelShape) -> list[Refusal]
 def _check_copies_of_experts(engine: Engine, layout: Layout, model: ModelShape) -> list[Refusal]:
     """Copies of FSDP2's shards have all experts each: ep splits them among the ranks of one copy."""
     ranks = layout.dp_shard * layout.cp * layout.tp
-    if not model.experts or engine.features.sharding != "fsdp2" or not ranks % layout.ep:
+    if not model.experts or layout.dp_replicate == 1 or engine.features.sharding != "fsdp2" or not ranks % layout.ep:
         return []
     what = f"ep={layout.ep} does not divide dp_shard * cp * tp={ranks}, and copies of dp_replicate share no experts"
     return [Refusal("ep", what, "use a divisor, or dp_replicate=1")]

@@ -6,6 +6,7 @@ that work. The keys stand in layout_keys.py, the rules in layout_rules.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from dtlayout.base import toml
@@ -86,13 +87,18 @@ class OpenLayout(Layout):
     @property
     def smallest_world_size(self) -> int:
         """Ranks that the layout needs at least."""
-        return Layout(**vars(self) | {"dp_shard": max(1, self.dp_shard)}).world_size
+        return Layout(**vars(self) | {"dp_shard": self._fewest_shards}).world_size
+
+    @property
+    def _fewest_shards(self) -> int:
+        """The smallest dp_shard: that which is given, or one with which the ranks of a copy are a multiple of ep."""
+        return self.ep // gcd(self.ep, self.cp * self.tp) if self.dp_shard == -1 else self.dp_shard
 
     def resolve(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks; InvalidLayout if the degrees don't multiply to it."""
         smallest = self.smallest_world_size
         if self.dp_shard == -1 and world_size > 0 and world_size % smallest == 0:
-            return Layout(**vars(self) | {"dp_shard": world_size // smallest})
+            return Layout(**vars(self) | {"dp_shard": self._fewest_shards * world_size // smallest})
         if world_size == smallest:
             return Layout(**vars(self))
         works = [smallest]
@@ -103,8 +109,9 @@ class OpenLayout(Layout):
     def describe_mismatch(self, world_size: int, works: Sequence[int]) -> str:
         """A line on why this layout is not one of `world_size` ranks; `works` are numbers of ranks that it names."""
         degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        shares = f" with ep={self.ep}" * (self._fewest_shards > 1 and self.dp_shard == -1)
         return (
-            f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'} needs "
+            f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'}{shares} needs "
             f"{'a multiple of ' if self.dp_shard == -1 else ''}{plural(self.smallest_world_size, 'rank')}; "
             f"start {' or '.join(map(str, works))}, or change the degrees"
         )

@@ -370,3 +370,11 @@ def test_an_open_layout_checks_its_values_before_it_divides():
         OpenLayout(tp=0).resolve(8)
     with pytest.raises(InvalidLayout, match=r"layout\.dp_shard=0 must be at least 1"):
         OpenLayout(dp_shard=0)
+
+
+def test_an_open_layout_has_as_many_shards_as_ep_needs():
+    layout = OpenLayout(tp=2, ep=8)
+    assert (layout.smallest_world_size, layout.resolve(8).dp_shard, layout.resolve(24).dp_shard) == (8, 4, 12)
+    with pytest.raises(InvalidLayout, match=r"tp=2 with ep=8 needs a multiple of 8 ranks; start 8 or 16"):
+        layout.resolve(10)
+    assert OpenLayout(tp=2, cp=2, ep=4).smallest_world_size == 4
