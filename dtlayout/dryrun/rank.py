@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtlayout.config.config import Config
 from dtlayout.dryrun.blocks import ActionMemory
 from dtlayout.dryrun.collectives import Collective, observe_collective
+from dtlayout.dryrun.experts import hand_out_counts
 from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.sampled_schedule import fold
@@ -29,7 +30,8 @@ from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder
 from dtlayout.measure.work import WorkCounter
-from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides, coordinate
+from dtlayout.mesh.axes import AXES, EP, axis_sizes, axis_strides, coordinate, expert_sizes
+from dtlayout.models.families import describe
 from dtlayout.pipelining.schedule import Schedule
 from dtlayout.plans.init import allocate
 from dtlayout.schedules.actions import Action, Kind
@@ -81,6 +83,7 @@ def dry_run(
             seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake, left_out=left_out,
             schedule=schedule,
         )  # fmt: skip
+        hand_out_counts(assembly.modules, config.model.experts)
         num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
             observer = _Observer(config, layout, assembly, action_memory, lambda done: on_progress(done / num_actions))
@@ -143,11 +146,14 @@ class _Observer:
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
         """Report of the memory of all steps, and of the work and messages of the last step."""
-        axes = name_groups(rank, self.layout)
+        axes, experts = name_groups(rank, self.layout), describe(self.config.model).experts
         done = [Done(place, operation, count) for (place, operation), count in self.work.counts.items()]
         for (place, event), count in self.sent.items():
             crosses_node = len({r // gpus_per_node for r in event.ranks}) > 1
-            done.append(Done(place, Message(event.name, axes[event.ranks], event.nbytes, crosses_node), count))
+            # Whatever other axis has the same ranks.
+            goes_to_experts = experts and event.name == "all_to_all" and place.module.endswith(f".{experts.module}")
+            axis = EP if goes_to_experts else axes[event.ranks]
+            done.append(Done(place, Message(event.name, axis, event.nbytes, crosses_node), count))
         return RankReport(
             rank=rank,
             coordinate=coordinate(rank, self.layout),
@@ -192,8 +198,12 @@ class _Observer:
 def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:
     """Ranks of each group that a rank can talk in → names of the group's axes, or "all".
 
+    Groups that experts alone have come last.
+
     >>> name_groups(1, Layout(pp=2, tp=2))
     {(0, 1): 'tp', (1, 3): 'pp', (0, 1, 2, 3): 'all'}
+    >>> list(name_groups(0, Layout(dp_shard=4, ep=2)).values())
+    ['dp_shard', 'ep', 'expert_shards']
     """
     place, sizes, strides = coordinate(rank, layout), axis_sizes(layout), axis_strides(layout)
     axes = [axis for axis in AXES if sizes[axis] > 1]
@@ -203,4 +213,11 @@ def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:
         for ranks, names in list(joined.items()):
             joined[tuple(sorted(r + offset for r in ranks for offset in offsets))] = [axis, *names]
     del joined[rank,]
-    return {ranks: "all" if len(names) == len(axes) > 1 else "·".join(names) for ranks, names in joined.items()}
+    found = {ranks: "all" if len(names) == len(axes) > 1 else "·".join(names) for ranks, names in joined.items()}
+    stride = 1
+    for axis, size in reversed(expert_sizes(layout).items()):
+        first = rank - rank // stride % size * stride
+        if size > 1:
+            found.setdefault(tuple(range(first, first + size * stride, stride)), axis)
+        stride *= size
+    return found

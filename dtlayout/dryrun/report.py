@@ -15,7 +15,8 @@ class Message:
     name: str
     """all_gather, reduce_scatter, all_reduce, send, recv, …"""
     axis: str
-    """The axis of the mesh; two that are joined as "dp_replicate·dp_shard"; "all" for all ranks."""
+    """The axis of the mesh; two that are joined as "dp_replicate·dp_shard"; "all" for all ranks. "ep" are messages of
+    tokens to experts and back, "expert_shards" and "expert_copies" other ranks that only experts join."""
     nbytes: int
     """Bytes that go into one message or come out of it, whichever is more."""
     crosses_node: bool

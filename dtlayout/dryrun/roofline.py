@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
+from dtlayout.costmodel.comm import all_reduce_s, data_link, exchange_s, half_all_reduce_s, message_s, tp_link
 from dtlayout.costmodel.compute import attention_s, block_tp_s, host_s, operation_s
 from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate
@@ -18,7 +18,18 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.stage_work import StageWork
 from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
-from dtlayout.mesh.axes import AXES, CP, PP, TP, axis_sizes, axis_strides
+from dtlayout.mesh.axes import (
+    AXES,
+    CP,
+    EP,
+    EXPERT_COPIES,
+    EXPERT_SHARDS,
+    PP,
+    TP,
+    axis_sizes,
+    axis_strides,
+    expert_sizes,
+)
 from dtlayout.models.description import ATTEND, EMBEDDING
 from dtlayout.schedules.actions import Action, Kind
 from dtlayout.spec.kernels import Kernels
@@ -114,7 +125,7 @@ class _Rank:
         """Purpose of work or a message (compute, recompute, tp, pp or dp), and seconds of all its repetitions."""
         what = done.what
         if isinstance(what, Message):
-            waits = what.axis == TP or (what.axis == CP and done.place.module.endswith(_ATTENTION))
+            waits = what.axis in (TP, EP) or (what.axis == CP and done.place.module.endswith(_ATTENTION))
             spent = PP if what.name in _BETWEEN_STAGES else TP if waits else "dp"
             return spent, done.count * self._message_s(what)
         spent = "recompute" if done.place.is_again else "compute"
@@ -124,6 +135,10 @@ class _Rank:
         scenario, layout = self.scenario, self.layout
         if message.name in _BETWEEN_STAGES:
             return message_s(scenario, layout, message.nbytes)
+        if message.axis == EP:
+            return exchange_s(scenario, layout, message.nbytes, copies=1)
+        if message.axis in (EXPERT_SHARDS, EXPERT_COPIES):
+            return self._sum_of_experts_s(message)
         sizes, strides = axis_sizes(layout), axis_strides(layout)
         if message.name == "all_to_all" and layout.attends_in_parts:  # a hop of cp's ring
             link = data_link(scenario, layout, layout.tp, layout.cp)
@@ -136,6 +151,14 @@ class _Rank:
             link, exposed = data_link(scenario, layout, strides[axes[-1]], num_ranks), 1.0
         collective_s = all_reduce_s if message.name == "all_reduce" else half_all_reduce_s
         return exposed * collective_s(message.nbytes, num_ranks, link)
+
+    def _sum_of_experts_s(self, message: Message) -> float:
+        """Seconds of a collective of ranks that only experts join."""
+        axes = [*expert_sizes(self.layout).items()]
+        place = [axis for axis, _ in axes].index(message.axis)
+        num_ranks, stride = axes[place][1], prod(size for _, size in axes[place + 1 :])
+        collective_s = all_reduce_s if message.name == "all_reduce" else half_all_reduce_s
+        return collective_s(message.nbytes, num_ranks, data_link(self.scenario, self.layout, stride, num_ranks))
 
 
 def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, is_on_host: bool) -> StageWork:

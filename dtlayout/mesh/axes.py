@@ -10,6 +10,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import AXES
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES
+EXPERT_COPIES, EXPERT_SHARDS, EP = "expert_copies", "expert_shards", "ep"
 
 
 def axis_sizes(layout: Layout) -> dict[str, int]:
@@ -25,6 +26,18 @@ def axis_strides(layout: Layout) -> dict[str, int]:
     """
     sizes = [*axis_sizes(layout).values()]
     return {axis: prod(sizes[i + 1 :]) for i, axis in enumerate(AXES)}
+
+
+def expert_sizes(layout: Layout) -> dict[str, int]:
+    """Degree of each axis of the ranks as experts see them, outermost first; `build_expert_mesh` says what they are.
+
+    >>> expert_sizes(Layout(pp=2, dp_shard=4, tp=2, ep=4))
+    {'pp': 2, 'expert_copies': 1, 'expert_shards': 2, 'ep': 4}
+    """
+    copies, shards = layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp // layout.ep
+    if layout.dp_shard == 1 and copies > 1:
+        copies, shards = copies * shards, 1
+    return {PP: layout.pp, EXPERT_COPIES: copies, EXPERT_SHARDS: shards, EP: layout.ep}
 
 
 def coordinate(rank: int, layout: Layout) -> dict[str, int]:

@@ -11,7 +11,16 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.formatting import plural
-from dtlayout.mesh.axes import CP, DP_REPLICATE, DP_SHARD, PP, axis_sizes
+from dtlayout.mesh.axes import (
+    CP,
+    DP_REPLICATE,
+    DP_SHARD,
+    EP,
+    EXPERT_COPIES,
+    EXPERT_SHARDS,
+    axis_sizes,
+    expert_sizes,
+)
 from dtlayout.spec.layout import Layout
 
 _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -73,19 +82,14 @@ def build_expert_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) 
     Ranks of ep are neighbours among those of dp_shard, cp and tp. Copies of dp_replicate share no experts. Where the
     layout shards no state, the ranks with the same experts are copies too.
     """
-    copies, shards = layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp // layout.ep
-    if layout.dp_shard == 1 and copies > 1:
-        copies, shards = copies * shards, 1
-    names = (PP, "expert_copies", "expert_shards", "ep")
-    meshes = _meshes.setdefault(_get_default_store(), {})
-    sizes = (layout.pp, copies, shards, layout.ep)
-    key = (device_type, "experts", *sizes)
+    sizes, meshes = expert_sizes(layout), _meshes.setdefault(_get_default_store(), {})
+    key = (device_type, "experts", *sizes.values())
     if (mesh := meshes.get(key)) is None:
-        mesh = meshes[key] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        mesh = meshes[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for group in mesh.get_all_groups() if timeout_s else ():
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
-    sharded = mesh["expert_shards"] if copies == 1 else mesh["expert_copies", "expert_shards"]
-    return ExpertMesh(mesh["ep"], ShardMesh(sharded, _open_second_group(sharded, timeout_s)))
+    sharded = mesh[EXPERT_SHARDS] if sizes[EXPERT_COPIES] == 1 else mesh[EXPERT_COPIES, EXPERT_SHARDS]
+    return ExpertMesh(mesh[EP], ShardMesh(sharded, _open_second_group(sharded, timeout_s)))
 
 
 def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:

@@ -23,8 +23,9 @@ from dtlayout.plans.collectives import Group, Moved, wait
 from dtlayout.plans.plan import match_names
 
 _operators = torch.ops._c10d_functional
-ReadCounts = Callable[[Tensor, Tensor], tuple[list[int], list[int]]]
-"""(copies [ep, e] for each rank's experts, copies [ep, e] from each rank) → how many go to each rank, and come."""
+ReadCounts = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
+"""(copies [ep, e] for each rank's experts, copies [ep, e] from each rank, copies R of this rank's tokens) → how many go
+to each rank, and come."""
 
 
 def split_experts(module: nn.Module, pattern: str, ep_mesh: DeviceMesh) -> None:
@@ -44,7 +45,7 @@ class _SplitStack(StackedLinear):
         return self.multiply(x, self.weight.to_local(), ends, self.kernel, scores)
 
 
-def read_counts(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+def read_counts(sent: Tensor, received: Tensor, num_copies: int) -> tuple[list[int], list[int]]:
     """Copies for each rank and from each rank; the host waits for the device."""
     to_ranks, from_ranks = torch.stack([sent, received]).sum(-1).tolist()
     return to_ranks, from_ranks
@@ -62,7 +63,7 @@ class TokenExchange:
         sent = ends_E.diff(prepend=ends_E.new_zeros(1)).unflatten(0, (self.group.size, -1))
         equal = [1] * self.group.size
         received = _exchange(sent, equal, equal, self.group)
-        to_ranks, from_ranks = self.read_counts(sent, received)
+        to_ranks, from_ranks = self.read_counts(sent, received, x_RD.shape[0])
         there = partial(_exchange, to_ranks=to_ranks, from_ranks=from_ranks)
         back = partial(_exchange, to_ranks=from_ranks, from_ranks=to_ranks)
         x_ND = Moved.apply(x_RD, self.group, _in_turn(there), _in_turn(back))

@@ -89,6 +89,10 @@ class Experts(Ranged, section="model.experts"):
         )  # fmt: skip
         return [Refusal(key, f"{where}.{what}") for key, is_broken, what in rules if is_broken]
 
+    def fullest_share(self, ep: int) -> float:
+        """Copies of tokens that the fullest of so many ranks computes, over the mean: it can get no more than all."""
+        return min(self.imbalance, ep)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Ranged, section="model.latent_attention"):

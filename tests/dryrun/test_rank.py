@@ -10,6 +10,7 @@ from parity import BF16, FP32, MAX_NORM, SEQ_LEN, SHAPE, Case, local_rows
 from ranks import Ranks
 from recording import CollectiveRecorder
 from rehearsal import NUM_PLANTED, PLANTS, rehearse, rehearse_with
+from routing import routed_as_stated
 from thorough import mostly_thorough, thorough
 
 from dtlayout.costmodel.estimate import Estimator
@@ -21,11 +22,15 @@ from dtlayout.mesh.axes import PP
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import SGD
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
 
+MIXTURE = replace(
+    SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1, imbalance=1.5)
+)
 CASES = [
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
     Case(Layout(dp_replicate=2, dp_shard=2, recompute="full"), precision=FP32, kernels=Kernels(attention="sdpa-math")),
@@ -40,6 +45,14 @@ CASES = [
     Case(Layout(cp=2, cp_method="all-to-all", tp=2, zero=3), precision=BF16),
     Case(Layout(pp=2, dp_shard=2, offload="activations", recompute="every-2"), precision=BF16),
     Case(Layout(dp_shard=2, tp=2, zero=2, offload="both", recompute="selective"), precision=BF16),
+    Case(Layout(dp_shard=4, ep=2, zero=3, recompute="full"), precision=FP32, model=MIXTURE),
+    Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
+    Case(
+        Layout(pp=2, dp_shard=2, ep=2),
+        precision=BF16,
+        model=replace(MIXTURE, experts=replace(MIXTURE.experts, imbalance=1.0)),
+    ),
+    Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
 ]
 
 
@@ -52,12 +65,13 @@ def measure(case: Case) -> tuple[list[tuple[Footprint, Footprint]], Counter[tupl
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
     tokens, targets = (rows.clone() for rows in local_rows(case))
-    step(tokens, targets)
+    with routed_as_stated(case):
+        step(tokens, targets)
     peaks = []
     for _ in range(2):
         tracker = StorageTracker(assembly.modules, [optimizer], state_on_host=case.layout.offloads_state)
         collectives = CollectiveRecorder()
-        with tracker, collectives:
+        with routed_as_stated(case), tracker, collectives:
             step(tokens, targets)
         peaks.append((tracker.ledger.peak, tracker.host.peak))
     events = (event for event in collectives.events if len(event.ranks) > 1)
