@@ -147,6 +147,9 @@ class Features:
     attention alone."""
     kept_matmuls: float = 1.0
     """Share of a block's matmuls whose results selective recomputation keeps, if it keeps any."""
+    nests_experts: bool = False
+    """Whether experts that other ranks share than the rest of a block are gathered and reduced by themselves, as our
+    trainer's are, and each tensor of its mixtures is known."""
     sends_tokens_once: bool = False
     """Whether a token goes once to a node where several experts compute it, as in DeepEP; else a copy goes to each
     expert."""

@@ -60,6 +60,16 @@ class Description:
         return next((each for each in self.block if isinstance(each, RoutedExperts)), None)
 
     @cached_property
+    def block_as_run(self) -> tuple[Operation, ...]:
+        """Operations of a block in the order of our own modules: what computes every token beside experts comes before
+        their router, so that backward comes to the experts first."""
+        if self.experts is None:
+            return self.block
+        place, last = self.block.index(self.experts), len(self.block) - 1
+        shared = self.block[place + 1 : last]
+        return (*self.block[: place - 1], *shared, *self.block[place - 1 : place + 1], *self.block[last:])
+
+    @cached_property
     def num_branches(self) -> int:
         """Branches of a block, each closed by a sum over tp."""
         return sum(isinstance(each, Linear) and each.style == "rowwise" for each in self.block)
@@ -156,6 +166,8 @@ def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
             gated,
             experts.bias,
             correction_bias=experts.correction_bias,
+            normalized=experts.normalized,
+            keeps_logits=experts.z_loss > 0,
         ),
         *(_describe_dense_ffn("mlp.shared_expert", reads, h, shared, gated=gated) if shared else ()),
     )

@@ -161,4 +161,6 @@ def find_weight(model: ModelShape, name: str) -> Weight:
 @lru_cache(maxsize=256)
 def block_tape(model: ModelShape, options: TapeOptions = PLAIN) -> tuple[TapeEntry, ...]:
     """Steps of a block's forward, with what each reads, makes and saves."""
-    return tuple(join(entry for operation in describe(model).block for entry in operation.record(options)))
+    described = describe(model)
+    operations = described.block_as_run if options.is_own_mixture else described.block
+    return tuple(join(entry for operation in operations for entry in operation.record(options)))

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, Literal
 
+from dtlayout.models.mixture_tape import record_mixture
 from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.recompute import Kept
 from dtlayout.spec.roles import Role
@@ -165,6 +166,10 @@ class Linear(_Operation):
             summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
             closing = (TapeEntry("sum", (made,), (summed,)),)
         casts, saves = self.style != "replicated", self.saves_input and (self.trains or options.trains_all)
+        if options.is_own_mixture and not casts:
+            saves = self.trains or options.trains_all
+            # Beside a shared expert that gathered it, a router saves what is this rank's own.
+            saved = saved._replace(name=f"{saved.name}.own" if options.is_split and not self.saves_input else saved.name)
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             _name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
@@ -202,6 +207,10 @@ class RoutedExperts(_Operation):
     """Whether its weights are trained."""
     correction_bias: bool = False
     """Whether the choice of experts reads a bias of each, which no gradient moves."""
+    normalized: bool = True
+    """Whether a token's scores are divided by their sum."""
+    keeps_logits: bool = False
+    """Whether a loss of the router's logits keeps them in the exact format."""
 
     @property
     def num_opening(self) -> int:
@@ -238,9 +247,12 @@ class RoutedExperts(_Operation):
 
         Gate and up are one entry: both gradients of what they read come before those of their weights.
         """
+        if options.is_own_mixture:
+            return tuple(record_mixture(self, _name_trained(self.weights), options, _record_activation))
         tokens, scores = BlockTensor(self.reads, self.width, "stream"), BlockTensor(self.router, self.number, "stream")
-        outer = partial(BlockTensor, width=self.per_token * self.width, spread="branch")
-        inner = partial(BlockTensor, width=self.per_token * self.inner_width, spread="branch")
+        copies_of_token = self.per_token * options.fullest
+        outer = partial(BlockTensor, width=copies_of_token * self.width, spread="branch")
+        inner = partial(BlockTensor, width=copies_of_token * self.inner_width, spread="branch")
         copies, results = outer(f"{self.module}.copies"), outer(f"{self.module}.results")
         opened = tuple(inner(f"{self.module}.{name}") for name in ("gate_proj", "up_proj")[-self.num_opening :])
         active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")

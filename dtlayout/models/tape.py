@@ -20,14 +20,14 @@ class BlockTensor(NamedTuple):
 
     name: str
     """The module that makes it, or a word of its own."""
-    width: int
+    width: float
     """Elements of a token, over all tp ranks."""
     spread: Literal["stream", "branch", "whole", "input"]
     """How tp ranks share it. Branch: each has some of the elements. Whole: each has all. Stream: under sequence
     parallelism each has some of the tokens, else all. Input: like stream if the engine gathers it again, else whole."""
-    format: Literal["compute", "exact", "cast"] = "compute"
+    format: Literal["compute", "exact", "cast", "index"] = "compute"
     """Number format. Exact: fp32 or finer. Cast: that of matmuls if the program keeps what they read as it was cast,
-    else the compute format."""
+    else the compute format. Index: int64."""
 
 
 class TapeEntry(NamedTuple):
@@ -72,6 +72,13 @@ class TapeOptions(NamedTuple):
     """Whether separate operations of a norm keep input · scale in the exact format."""
     num_gated_kept: int = 2
     """Tensors that a gated activation keeps beside its result: gate, up and, if 3, silu(gate)."""
+    fullest: float = 1.0
+    """Copies of tokens that the fullest of ep's ranks computes, over the mean."""
+    is_own_mixture: bool = False
+    """Whether experts are those of models/feed_forward.py, of which every tensor is known; else what any program
+    holds."""
+    exchanges: bool = False
+    """Whether copies of tokens go to other ranks and come back."""
     trains_all: bool = False
     """Whether entries save as if all weights were trained: forward holds what it reads, even if backward needs none."""
 

@@ -27,7 +27,8 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
-_FULL = Recompute.parse("full")
+_INDEX_BYTES = 8
+"""An int64."""
 
 
 class Sizes:
@@ -74,7 +75,12 @@ class Sizes:
             casts_norms=casts,
             keeps_exact_product=norm.keeps_exact,
             num_gated_kept=2 if kernels.compiles_blocks else swiglu.num_kept - 1,
+            fullest=scenario.model.experts.fullest_share(layout.ep) if scenario.model.experts else 1.0,
+            is_own_mixture=scenario.engine.features.nests_experts,
+            exchanges=layout.ep > 1,
         )
+        self.has_own_mixture = self._options.is_own_mixture and self.description.experts is not None
+        """Whether blocks have experts of our own trainer, whose every tensor is known."""
         self.kept_matmuls = scenario.engine.features.kept_matmuls
         """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
         self.keeps_last = not kernels.compiles_blocks
@@ -85,7 +91,7 @@ class Sizes:
         self._weigh_loss(scenario, layout, kernels)
         sizes = format_sizes(scenario)
         self._measures = Measures(
-            tokens * sizes.compute, tokens * sizes.cast, tokens * sizes.exact,
+            tokens * sizes.compute, tokens * sizes.cast, tokens * sizes.exact, tokens * _INDEX_BYTES,
             layout.tp, self.stream_ranks, self.input_ranks,
             self.reorders, self.is_split and scenario.engine.features.dtensor_activations,
             self.attention, self.attention_results, self.forward_work, self.backward_work,
@@ -253,7 +259,9 @@ class Sizes:
         *opening, last = (each for each in self.last_branch if each.kept_as == "matmuls")
         after = self.last_branch[self.last_branch.index(last) : -1]
         closing = sum(sum(each.makes.values()) + each.forward_work for each in after)
-        if self.description.experts:  # of whose way through a block no dry run tells
+        if self.has_own_mixture:
+            return self.in_experts(recompute, layer)[1]
+        if self.description.experts:  # of whose way through other programs' blocks no dry run tells
             dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
             return kept + dropped + closing + 2 * self.stream
         if not recompute.covers(layer):
@@ -269,11 +277,37 @@ class Sizes:
         at_activation = branch - opening[0].saved - opened
         return kept - closed + given + max(at_activation, last.saved + closing)
 
-    def in_last_branch_only(self, recompute: Recompute, layer: int) -> float:
-        """`in_last_branch` of a block that has no backward: it saves as little as one that is recomputed."""
-        if recompute.covers(layer):
-            return self.in_last_branch(recompute, layer)
-        return self.in_last_branch(_FULL, 0)
+    def in_experts(self, recompute: Recompute, layer: int) -> tuple[float, float]:
+        """Held by the forward of a block of our own when it comes to its experts, and among them at the fullest.
+
+        That is where copies go to their experts, at the last matmul beside its input times scores, where results come
+        back, or where they are added up, beside a copy in the order of tokens.
+        """
+        is_covered, kept = recompute.covers(layer), self.kept(recompute, layer)
+        place = next(i for i, each in enumerate(self._read_tape) if each.kind == "dispatch")
+        before, among = self._read_tape[:place], self._read_tape[place:]
+        (*_, closing), combine = ([each for each in among if wanted in (each.kind, each.kept_as)] for wanted in ("matmuls", "combine"))
+        dispatch = [each for each in among if each.kind == "dispatch"]
+        given, active = sum(dispatch[-1].makes.values()), sum(closing.reads.values())
+        results, summed = sum(closing.makes.values()), sum(combine[-1].makes.values())
+        returned = sum(combine[-1].reads.values())
+        # What every token computes beside experts, and the residual stream where no norm keeps it.
+        beside = self.stream * (self.description.num_branches > 1)
+        beside += self.stream * (2 if is_covered else not self.keeps_stream)
+        if is_covered:
+            beside += kept - (sum(sum(each.results) for each in among if each.kept_as in recompute.kept))
+        else:
+            beside += sum(each.saved for each in before)
+        begin = beside + sum(each.saved for each in dispatch[:2])
+        sent = beside + sum(each.saved for each in dispatch)
+        at_closing = sent + given + active if is_covered else self.block + beside - sum(each.saved for each in before)
+        scaled = active + active * self.exact_element / self.element * self.casts
+        return begin, max(
+            sent + sum(sum(each.makes.values()) for each in dispatch[1:]),
+            at_closing + max(scaled, active + results),
+            at_closing + results + sum(sum(each.makes.values()) for each in combine[:-1]),
+            at_closing + 2 * returned + summed,
+        )
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
