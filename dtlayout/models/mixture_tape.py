@@ -6,30 +6,19 @@ copies that its experts get, R of them where one rank has all experts.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dtlayout.models.tape import BlockTensor, TapeEntry, TapeOptions
 
-
-class Mixture(Protocol):
-    """The operation that is recorded: `models.operations.RoutedExperts`."""
-
-    module: str
-    reads: str
-    router: str
-    number: int
-    per_token: int
-    width: int
-    inner_width: int
-    normalized: bool
-    keeps_logits: bool
+if TYPE_CHECKING:
+    from dtlayout.models.operations import RoutedExperts
 
 
 RecordActivation = Callable[[tuple[BlockTensor, ...], BlockTensor, TapeOptions], tuple[TapeEntry, ...]]
 
 
 def record_mixture(
-    experts: Mixture, trained: Sequence[str], options: TapeOptions, record_activation: RecordActivation
+    experts: "RoutedExperts", trained: Sequence[str], options: TapeOptions, record_activation: RecordActivation
 ) -> Iterator[TapeEntry]:
     """Entries from the router's logits to the sum of a token's results; `trained` names the stacks that are."""
     copies_N = experts.per_token * options.fullest
@@ -56,7 +45,7 @@ def record_mixture(
     yield from _record_combine(experts, options)
 
 
-def _record_dispatch(experts: Mixture, options: TapeOptions) -> Iterator[TapeEntry]:
+def _record_dispatch(experts: "RoutedExperts", options: TapeOptions) -> Iterator[TapeEntry]:
     """Scores, the order of copies by expert, and copies that go to their experts, which are put in order again."""
     name, width, k = experts.module, experts.width, experts.per_token
     copies_N = k * options.fullest
@@ -83,7 +72,7 @@ def _record_dispatch(experts: Mixture, options: TapeOptions) -> Iterator[TapeEnt
     yield TapeEntry("dispatch", (received,), (given,), again)
 
 
-def _record_combine(experts: Mixture, options: TapeOptions) -> Iterator[TapeEntry]:
+def _record_combine(experts: "RoutedExperts", options: TapeOptions) -> Iterator[TapeEntry]:
     """Results in the order in which copies came, that go back, and their sums."""
     name, k = experts.module, experts.per_token
     branch = partial(BlockTensor, spread="branch")

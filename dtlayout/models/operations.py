@@ -169,7 +169,9 @@ class Linear(_Operation):
         if options.is_own_mixture and not casts:
             saves = self.trains or options.trains_all
             # Beside a shared expert that gathered it, a router saves what is this rank's own.
-            saved = saved._replace(name=f"{saved.name}.own" if options.is_split and not self.saves_input else saved.name)
+            saved = saved._replace(
+                name=f"{saved.name}.own" if options.is_split and not self.saves_input else saved.name
+            )
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             _name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dtlayout.costmodel.fsdp2.liveness import Steps, walk_backward, walk_delayed
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes
-from dtlayout.costmodel.fsdp2.tape import SizedEntry
+from dtlayout.models.tape import HIDDEN
 
 _A, _G, _L = MemoryKind.ACTIVATIONS, MemoryKind.GRADIENTS, MemoryKind.LOGITS
 
@@ -39,6 +39,30 @@ def block_forward(size: Sizes, kept: float, in_last_branch: float) -> Phase:
     return changes((_A, in_attention), (_A, in_last_branch - in_attention), (_A, kept - in_last_branch))
 
 
+def forward_with_experts(size: Sizes, kept: float, begin: float, fullest: float) -> tuple[Phase, Phase]:
+    """`block_forward` until its experts, which hold `begin` bytes then and at most `fullest`, and from there on."""
+    in_attention = size.in_attention
+    return changes((_A, in_attention), (_A, begin - in_attention)), changes((_A, fullest - begin), (_A, kept - fullest))
+
+
+def backward_with_experts(
+    size: Sizes, weights: Sequence[WeightGradients], kept: float, recomputed: float, *, puts_off: bool
+) -> tuple[Phase, Phase]:
+    """`block_backward` of a block's experts, and of the rest; `weights` are the rest's and theirs.
+
+    With `puts_off` the first part of a split one, in which no weights' gradients come.
+    """
+    place = next(i for i, each in enumerate(size.tape) if each.kind == "dispatch") + 1
+    (come, come_of_experts), has_gradient = (
+        ((lambda _: [],) * 2 if puts_off else (each.come for each in weights)),
+        {HIDDEN},
+    )
+    last = walk_backward(size.tape[place:], come_of_experts, puts_off=puts_off)
+    has_gradient.update(name for each in size.tape[place:] for name in each.reads)
+    first = walk_backward(size.tape[:place], come, has_gradient=has_gradient, puts_off=puts_off)
+    return changes(*_again(size, recomputed), *last), changes(*first, (_A, size.block - recomputed - kept))
+
+
 def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: float) -> Phase:
     """Phase of a block's backward: from the gradient of its output, which is there before, to that of its input."""
     return _play_backward(size, walk_backward(size.tape, weights.come), kept, recomputed)
@@ -51,8 +75,12 @@ def input_backward(size: Sizes, kept: float, recomputed: float) -> Phase:
 
 def _play_backward(size: Sizes, steps: Steps, kept: float, recomputed: float) -> Phase:
     """Phase of a backward's steps, behind a second forward if the block is recomputed; no kept bytes stay."""
-    again: Steps = [(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []
-    return changes(*again, *steps, (_A, size.block - recomputed - kept))
+    return changes(*_again(size, recomputed), *steps, (_A, size.block - recomputed - kept))
+
+
+def _again(size: Sizes, recomputed: float) -> Steps:
+    """A second forward, if there is one."""
+    return [(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []
 
 
 def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:

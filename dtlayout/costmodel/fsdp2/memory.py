@@ -12,11 +12,12 @@ from functools import cache, cached_property, partial
 
 from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2 import blocks as autograd
+from dtlayout.costmodel.fsdp2.blocks import WeightGradients
 from dtlayout.costmodel.fsdp2.phase import IDLE, Bytes, MemoryKind, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.fsdp2.runs import BlockRun, find_runs
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.steps import Reduced, Step, find_rows, find_steps
-from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, stage_units
+from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, block_units, stage_units
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.schedules.actions import Action, Kind
@@ -120,6 +121,29 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
     return to_stage
 
 
+class _Run(NamedTuple):
+    """Blocks of a stage that follow each other and are alike."""
+
+    size: Sizes
+    unit: Unit
+    kept: float
+    """Left by each for its backward."""
+    recomputed: float
+    """Added to that when it is computed again."""
+    in_last_branch: float
+    """Held in its forward's last branch."""
+    experts: Unit | None
+    """Unit of its experts, where they have one beside `unit`."""
+    at_experts: float
+    """Held in its forward when it comes to these."""
+    num_blocks: int
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units of each block, in the order of the modules."""
+        return (self.unit, self.experts) if self.experts else (self.unit,)
+
+
 class _Stage:
     """One stage's forward and backward."""
 
@@ -136,8 +160,15 @@ class _Stage:
         self.size, self.sharding = sizes[model], sharding
         size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
         self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
-        self.runs = find_runs(model, layout, sizes, chunk)
-        self.differentiated = [each for each in self.runs if each.has_backward]
+        self.runs = []
+        for (_, is_first), run in groupby(layers, lambda layer: (recompute.covers(layer), layer < model.num_first)):
+            (layer, *others), kind = run, model.without_experts if is_first else model
+            own = sizes[kind]
+            kept, again = own.kept(recompute, layer), own.recomputed(recompute, layer)
+            last = own.in_last_branch(recompute, layer)
+            unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=sharding.nests_experts)
+            begin = own.in_experts(recompute, layer)[0] if experts else 0.0
+            self.runs.append(_Run(own, unit, kept, again, last, experts, begin, 1 + len(others)))
         self.offloads = layout.offloads_activations
         is_kept = not self.offloads and (size.keeps_stream or any(map(recompute.covers, layers[:1])))
         num_recomputed = recompute.count(find_differentiated(model, chunk))
@@ -146,7 +177,7 @@ class _Stage:
         self.received = 0.0 if chunk.embedding or is_kept else size.stream
         self.counts = Counter(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         for each in self.runs:
-            self.counts[each.unit] += each.num_blocks
+            self.counts.update(dict.fromkeys(each.units, each.num_blocks))
         self.ends = tuple(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         """Units beside the blocks'."""
         self.is_frozen_first = chunk.embedding and not sharding.description.embedding.trains
@@ -193,7 +224,7 @@ class _Stage:
         """
         units = self.units
         first = [unit for unit in (units.root, units.embedding) if unit and ends_wait]
-        blocks = [each.unit for each in self.runs for _ in range(each.num_blocks)]
+        blocks = [unit for each in self.runs for unit in each.num_blocks * each.units]
         last = [units.head if ends_wait else None] if units.head or not (blocks or ends_wait) else []
         return [*first, *blocks, *last]
 
@@ -235,7 +266,13 @@ class _Stage:
             gather = sequence((changes((_A, reads)), sharding.gather(unit, before), changes((_A, -reads))))
             return sequence((gather, work, sharding.drop(unit) if drops else IDLE))
 
-        block_forward = cache(autograd.block_forward)
+        def block_forward(each: _Run) -> Phase:
+            if each.experts is None or not gathers:
+                return autograd.block_forward(each.size, each.kept, each.in_last_branch)
+            parts = autograd.forward_with_experts(each.size, each.kept, each.at_experts, each.in_last_branch)
+            drop = sharding.drop(each.experts) if sharding.zero == 3 else IDLE
+            return sequence((parts[0], sharding.gather(each.experts, each.unit), parts[1], drop))
+
         before = None if head_is_gathered else units.root
         if before and gathers:
             yield sharding.gather(before, None)
@@ -248,21 +285,21 @@ class _Stage:
         yield changes((_A, copied))
         reads = self.size.stream - self.received
         for each in self.runs:
-            work = block_forward(each.size, each.kept, each.in_last_branch)
+            work, last_unit = block_forward(each), each.units[-1]
             if not self.offloads:
                 yield run(each.unit, work, before, reads)
-                yield run(each.unit, work, each.unit).times(each.num_blocks - 1)
+                yield run(each.unit, work, last_unit).times(each.num_blocks - 1)
             else:
                 is_last = each is self.runs[-1]
                 follows = sequence((work, changes((_A, -each.kept))))  # of the block before, when this one is over
                 yield run(each.unit, work, before, reads)
                 yield changes((_A, -copied))
-                yield run(each.unit, follows, each.unit).times(each.num_blocks - 1 - is_last)
+                yield run(each.unit, follows, last_unit).times(each.num_blocks - 1 - is_last)
                 if is_last and prefetches_next:
                     yield changes((_A, each.kept))
-                yield run(each.unit, follows, each.unit).times(min(is_last, each.num_blocks - 1))
+                yield run(each.unit, follows, last_unit).times(min(is_last, each.num_blocks - 1))
                 copied = each.kept
-            before, reads = each.unit, self.size.stream
+            before, reads = last_unit, self.size.stream
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             work = autograd.head_forward(self.size, self.end)
@@ -282,9 +319,10 @@ class _Stage:
 
         With activations on the host the device has what the running block kept, and what comes back for the next one.
         """
-        size, sharding, units, runs = self.size, self.sharding, self.units, self.differentiated
-        last_block, ends = (runs[-1].unit if runs else None), self.ends
+        size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
+        last_block, ends = (runs[-1].units if runs else ()), self.ends
         embedding = None if self.is_frozen_first else units.embedding
+        to_embedding = (embedding,) if embedding else ()
         reduces = not splits and (not sharding.sums_late or is_last)
 
         def finish_unit(unit: Unit, before: Unit | None) -> Phase:
@@ -292,17 +330,17 @@ class _Stage:
                 return sharding.put_off(unit, is_first=is_first, is_end=unit in ends)
             return sharding.finish_backward(unit, before, is_first=is_first, is_last=is_last)
 
-        def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
-            begin = sharding.begin_backward(unit, ahead) if sharding.zero == 3 else IDLE
+        def run(unit: Unit, work: Phase, ahead: Sequence[Unit], reduced: Unit | None) -> Phase:
+            begin = sharding.begin_backward(unit, *ahead) if sharding.zero == 3 else IDLE
             if head_is_gathered and unit is units.head:
-                begin = changes(*sharding.fill(ahead))
+                begin = changes(*(step for each in ahead for step in sharding.fill(each)))
             finish = finish_unit(unit, reduced if reduces else None)
             return sequence((begin, work, finish))
 
         if sharding.zero == 3:
-            ahead = (None if head_is_gathered else units.head) if units.head else last_block or embedding
+            ahead = ((units.head,) * (not head_is_gathered)) if units.head else last_block or to_embedding
             root = sharding.take_out(units.root) if units.root and not head_is_gathered else []
-            yield changes(*root, *sharding.fill(ahead))
+            yield changes(*root, *(step for each in ahead for step in sharding.fill(each)))
         copied = self.last_kept if self.offloads and prev_block_still_copying else 0.0
         if self.offloads:
             yield changes((_A, copied + self.last_kept * (not beside_own_pass)))
@@ -314,24 +352,34 @@ class _Stage:
             reduced = units.head or reduced
         else:
             yield changes((_B, size.stream))  # the gradient that is received
-        block_backward = cache(self._block_backward)
+
+        def block_backward(each: _Run, before: Unit | None) -> Phase:
+            """A block's backward; `before` is the unit whose buffer is there, which experts let go."""
+            if each.experts is None:
+                return self._block_backward(each._replace(num_blocks=1), is_first, splits)
+            of_units = [sharding.gradients_of(unit, is_first=is_first) for unit in each.units]
+            parts = autograd.backward_with_experts(each.size, of_units, each.kept, each.recomputed, puts_off=splits)
+            begin = sharding.begin_backward(each.experts) if sharding.zero == 3 else IDLE
+            return sequence((begin, parts[0], finish_unit(each.experts, before if reduces else None), parts[1]))
+
         for i, each in reversed(list(enumerate(runs))):
-            unit, work = each.unit, block_backward(each._replace(num_blocks=1), is_first, splits)
-            first_work = last_work = work
+            unit, first_work, work = each.unit, block_backward(each, reduced), block_backward(each, each.unit)
+            last_work = work
             if self.offloads:  # and what the block that follows has kept comes back
                 coming = runs[i - 1].kept if i else self.last_kept if prefetches_next else 0.0
+                first = each.kept if each.num_blocks > 1 else coming
+                first_work = sequence((changes((_A, first)), first_work))
                 last_work = sequence((changes((_A, coming)), work))
                 work = sequence((changes((_A, each.kept)), work))
-                first_work = work if each.num_blocks > 1 else last_work
-            after = runs[i - 1].unit if i else embedding
-            yield run(unit, first_work, unit if each.num_blocks > 1 else after, reduced)
+            after = runs[i - 1].units if i else to_embedding
+            yield run(unit, first_work, each.units if each.num_blocks > 1 else after, each.experts or reduced)
             if each is runs[-1] and not self.has_head:
                 yield changes((_A, size.stream))  # from here on there is a gradient of its own
-            yield run(unit, work, unit, unit).times(each.num_blocks - 2)
+            yield run(unit, work, each.units, each.units[-1]).times(each.num_blocks - 2)
             yield changes((_A, -copied))
             copied = 0.0
             if each.num_blocks > 1:
-                yield run(unit, last_work, after, unit)
+                yield run(unit, last_work, after, each.units[-1])
             reduced = unit
         if self.offloads and prefetches_next:
             yield changes((_A, -self.last_kept))
@@ -349,7 +397,7 @@ class _Stage:
             assert with_embedding, "a stage with an embedding has its weight in a unit"
             gradient = sharding.embedding_gradient(with_embedding, is_first=is_first)
             work = autograd.embedding_backward(size, gradient)
-            yield run(units.embedding, work, None, reduced) if units.embedding else work
+            yield run(units.embedding, work, (), reduced) if units.embedding else work
             reduced = units.embedding or reduced
         if units.root:
             yield finish_unit(units.root, reduced if reduces else None)
@@ -376,9 +424,10 @@ class _Stage:
         """
         sharding, reduces = self.sharding, is_last or not self.sharding.sums_late
         for each in self.runs:
-            weights = sharding.gradients_of(each.unit, is_first=is_first)
+            of_units = [sharding.gradients_of(unit, is_first=is_first) for unit in each.units]
+            weights = WeightGradients({k: v for own in of_units for k, v in own.num_bytes.items()}, of_units[0].pile_up)
             yield autograd.weight_backward(each.size, weights).times(each.num_blocks)
-        blocks = [each.unit for each in self.runs for _ in range(each.num_blocks)]
+        blocks = [unit for each in self.runs for unit in each.num_blocks * each.units]
         for unit in blocks:
             yield sharding.add_up(unit, is_first=is_first or not sharding.sums_late)
         for late in self._reduced_late(ends_wait=ends_wait) if reduces else []:

@@ -286,7 +286,9 @@ class Sizes:
         is_covered, kept = recompute.covers(layer), self.kept(recompute, layer)
         place = next(i for i, each in enumerate(self._read_tape) if each.kind == "dispatch")
         before, among = self._read_tape[:place], self._read_tape[place:]
-        (*_, closing), combine = ([each for each in among if wanted in (each.kind, each.kept_as)] for wanted in ("matmuls", "combine"))
+        (*_, closing), combine = (
+            [each for each in among if wanted in (each.kind, each.kept_as)] for wanted in ("matmuls", "combine")
+        )
         dispatch = [each for each in among if each.kind == "dispatch"]
         given, active = sum(dispatch[-1].makes.values()), sum(closing.reads.values())
         results, summed = sum(closing.makes.values()), sum(combine[-1].makes.values())

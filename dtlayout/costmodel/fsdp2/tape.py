@@ -23,7 +23,7 @@ class Measures(NamedTuple):
     """Bytes of one element of all tokens of an input that a matmul keeps as it was cast."""
     exact: float
     """Bytes of one element of all tokens in the exact format, T·w."""
-    index: float
+    int64: float
     """Bytes of an index of each token."""
     tp: int
     """Ranks that share what lies inside a branch."""
@@ -94,7 +94,7 @@ def size_end(model: ModelShape, options: TapeOptions, measures: Measures) -> tup
 
 
 def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
-    elements = {"compute": measures.compute, "cast": measures.cast, "exact": measures.exact, "index": measures.index}
+    elements = {"compute": measures.compute, "cast": measures.cast, "exact": measures.exact, "index": measures.int64}
     ranks = {"stream": measures.stream_ranks, "branch": measures.tp, "whole": 1, "input": measures.input_ranks}
     scatters = measures.stream_ranks > 1
 

@@ -1,6 +1,7 @@
 """FSDP2's units: their parameters on one rank, and what gathering and reducing them holds.
 
 A unit is what FSDP2 gathers together: a block, the embedding, final norm with head; what is tied belongs to the root.
+Our trainer's experts are a unit of their own beside their block's, where other ranks share them.
 Legend: S = dp_shard · cp, t = tp; p, e, r bytes of the master, compute and reduce formats; a unit has n parameters on a
 tp rank, and N ≥ n with the padding to S equal shards. Read off plans/fsdp.py and torch's fsdp/_fully_shard.
 
@@ -16,6 +17,7 @@ engine sums the embedding's gradient over tp it is of all rows; before its reduc
 Frozen weights are gathered, and that is all; a unit of frozen weights alone is not reduced.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -52,18 +54,28 @@ class Unit:
     """Name of each trained weight → its role."""
 
     @classmethod
-    def of(cls, weights: Iterable[Weight], tp: int, ep: int = 1, *, partial: int = 0) -> "Unit":
-        """The unit of some weights; the matrices of a rank's experts lie under each other."""
+    def of(
+        cls, weights: Iterable[Weight], tp: int, ep: int = 1, *, partial: int = 0, keeps_stacks: bool = False
+    ) -> "Unit":
+        """The unit of some weights, counters left out; the matrices of a rank's experts lie under each other.
+
+        With `keeps_stacks` whole experts are shards, or rows of all of them where there are more ranks.
+        """
         shapes, of_experts, roles = dict[str, Shape](), set[str](), dict[str, Role]()
-        for weight in weights:
+        for weight in (each for each in weights if not each.is_counter):
             shape = weight.local_shape(tp, ep)
             if weight.is_of_experts:
                 of_experts.add(weight.name)
-                shape = (shape[0] * shape[1], *shape[2:])
+                shape = shape if keeps_stacks else (shape[0] * shape[1], *shape[2:])
             shapes[weight.name] = shape
             if weight.trains:
                 roles[weight.name] = weight.role
         return cls(shapes, partial, frozenset(of_experts), roles)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether it is experts alone, inside a block's unit."""
+        return 0 < len(self.of_experts) == len(self.weights)
 
     @cached_property
     def trained(self) -> "Unit":
@@ -92,8 +104,10 @@ def _count_shard(unit: Unit, shards: int, *, is_of_experts: bool) -> int:
 
 def _cut(shape: Shape, shards: int) -> int:
     """Parameters of the largest of so many shards of a weight."""
-    rows, *columns = shape
-    return ceil(rows / shards) * prod(columns)
+    rows = shape[0]
+    if len(shape) == 3 and rows < shards and shape[1] % shards == 0:  # `plans.experts.place_shards`
+        rows = shape[1]
+    return ceil(rows / shards) * (prod(shape) // rows)
 
 
 class StageUnits(NamedTuple):
@@ -122,10 +136,30 @@ def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bo
     return StageUnits(embedding, head, None)
 
 
+class BlockUnits(NamedTuple):
+    """The units of a block."""
+
+    whole: Unit
+    """All of it, but experts that are a unit of their own."""
+    experts: Unit | None
+    """Experts, where they are."""
+
+
 @lru_cache(maxsize=256)
 def block_unit(model: ModelShape, tp: int, ep: int) -> Unit:
-    """The unit of a block."""
+    """The one unit of a block of another program than ours."""
     return Unit.of(describe(model).block_weights, tp, ep)
+
+
+@lru_cache(maxsize=256)
+def block_units(model: ModelShape, tp: int, ep: int, *, nests_experts: bool) -> BlockUnits:
+    """The units of a block; `nests_experts` is the engine's feature."""
+    if not (nests_experts and model.experts):
+        return BlockUnits(block_unit(model, tp, ep), None)
+    weights, unit = describe(model).block_weights, functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True)
+    if ep == tp == 1:  # `plans.plan.needs_expert_mesh`
+        return BlockUnits(unit(weights), None)
+    return BlockUnits(*(unit([each for each in weights if each.is_of_experts is has]) for has in (False, True)))
 
 
 class UnitBytes:
@@ -137,6 +171,7 @@ class UnitBytes:
         self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.expert_shards = count_expert_shards(layout)
+        self.nests_experts = scenario.engine.features.nests_experts
         self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
         self.on_host = layout.offloads_state
         """Whether masters, gradients and the optimizer's state lie on the host."""
@@ -145,10 +180,14 @@ class UnitBytes:
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         self.sums_late = layout.zero == 1 or (self.is_hybrid and layout.splits_backward)
         """Whether gradients are whole until the last backward."""
-        is_alone = self.shards == 1 and not self.is_hybrid
-        self.copies_buffer = not is_alone and (self.shards == 1 or scenario.cluster.gpu.device_type == "cpu")
+        self.is_on_cpu = scenario.cluster.gpu.device_type == "cpu"
+        """Whether gloo reduces, which copies its input."""
         self.finish_backward = cache(self._finish_backward)
         """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
+
+    def ranks(self, unit: Unit) -> int:
+        """Ranks that share a unit's state."""
+        return self.expert_shards if unit.is_nested else self.shards
 
     def shard(self, unit: Unit) -> int:
         """Parameters of a unit's shard, the largest."""
@@ -173,11 +212,11 @@ class UnitBytes:
 
     def buffer(self, unit: Unit | None) -> int:
         """Bytes of the buffer through which a unit is gathered; one rank needs none."""
-        return self.gathered(unit) if unit and self.shards > 1 else 0
+        return self.gathered(unit) if unit and self.ranks(unit) > 1 else 0
 
     def fill(self, unit: Unit | None) -> list[tuple[MemoryKind, float]]:
         """A unit's shard is cast, and all ranks' shards come into its buffer; one rank needs none."""
-        if unit is None or self.shards == 1:
+        if unit is None or self.ranks(unit) == 1:
             return []
         flat: float = self.compute * self.shard(unit)
         cast: list[tuple[MemoryKind, float]] = [(_B, flat)]
@@ -187,7 +226,7 @@ class UnitBytes:
 
     def take_out(self, unit: Unit) -> list[tuple[MemoryKind, float]]:
         """A unit's parameters, out of its buffer or, on one rank, each out of its master when the next one comes."""
-        if self.shards > 1 or unit.of_experts:  # of which other ranks have shards
+        if self.ranks(unit) > 1 or (unit.of_experts and self.expert_shards > 1):  # of which other ranks have shards
             return [(_P, self.gathered(unit))]
         steps: list[tuple[MemoryKind, float]] = []
         last = 0.0  # what was fetched of the weight before, until the next one is there
@@ -211,9 +250,10 @@ class UnitBytes:
         """In forward: into its buffer, which stays until the next unit is out of its own, and out of it."""
         return changes(*self.fill(unit), *self.take_out(unit), (_B, -self.buffer(before)))
 
-    def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
-        """Under ZeRO-3: out of its buffer, which was filled ahead; the next one is filled."""
-        return changes(*self.take_out(unit), (_B, -self.buffer(unit)), *self.fill(ahead))
+    def begin_backward(self, unit: Unit, *ahead: Unit | None) -> Phase:
+        """Under ZeRO-3: out of its buffer, which was filled ahead; the next ones are filled."""
+        filled = [step for each in ahead for step in self.fill(each)]
+        return changes(*self.take_out(unit), (_B, -self.buffer(unit)), *filled)
 
     def kept_gathered(self, unit: Unit | None) -> int:
         """Bytes of a unit's parameters that stay gathered from the first use to the last backward, below ZeRO-3."""
@@ -272,9 +312,12 @@ class UnitBytes:
         weights, accumulated = self.gradients_of(unit, is_first=is_first), self._accumulated(unit)
         takes_up = is_late or (self.sums_late and not is_first)
         unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
-        local, last = size * trained.count(), size * prod([*trained.weights.values()][-1]) if self.shards > 1 else 0
-        buffer = self.reduction(unit)
-        copy = buffer if self.copies_buffer else 0
+        local, last = (
+            size * trained.count(),
+            size * prod([*trained.weights.values()][-1]) if self.ranks(unit) > 1 else 0,
+        )
+        buffer, is_whole = self.reduction(unit), self.ranks(unit) == 1
+        copy = buffer if (self.is_hybrid if is_whole else self.is_on_cpu) else 0
         out, shard = self.reduce * self.shard(trained), self.params * self.shard(trained)
         waits = self.is_hybrid and not is_last
         kept = 0 if self.on_host else shard
