@@ -67,7 +67,8 @@ def _record_dispatch(experts: "RoutedExperts", options: TapeOptions) -> Iterator
         return
     received = branch(f"{name}.received", copies_N * width)
     yield TapeEntry("dispatch", (tokens, weights), (copies,), tuple(orders), scratch=(copies, tokens))
-    yield TapeEntry("dispatch", (copies,), (received,))
+    with_copies = branch(f"{name}.received_scores", copies_N, format="exact")
+    yield TapeEntry("dispatch", (copies,), (received, with_copies), kept_as="matmuls")
     again = tuple(branch(f"{name}.{order}_N", copies_N, format="index") for order in ("order", "inverse"))
     yield TapeEntry("dispatch", (received,), (given,), again)
 
@@ -81,7 +82,7 @@ def _record_combine(experts: "RoutedExperts", options: TapeOptions) -> Iterator[
     if options.exchanges:
         by_rank = results._replace(name=f"{name}.by_rank")
         yield TapeEntry("combine", (results,), (by_rank,))
-        yield TapeEntry("combine", (by_rank,), (returned,))
+        yield TapeEntry("combine", (by_rank,), (returned,), kept_as="matmuls")
     else:
         returned = results
     yield TapeEntry("combine", (returned,), (summed,), scratch=(returned, branch(f"{name}.places", k, format="index")))

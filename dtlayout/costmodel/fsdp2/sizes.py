@@ -296,13 +296,15 @@ class Sizes:
         # What every token computes beside experts, and the residual stream where no norm keeps it.
         beside = self.stream * (self.description.num_branches > 1)
         beside += self.stream * (2 if is_covered else not self.keeps_stream)
+        kept_among = [each for each in among if is_covered and each.kept_as in recompute.kept]
         if is_covered:
-            beside += kept - (sum(sum(each.results) for each in among if each.kept_as in recompute.kept))
+            beside += kept - sum(sum(each.results) for each in kept_among)
         else:
             beside += sum(each.saved for each in before)
         begin = beside + sum(each.saved for each in dispatch[:2])
         sent = beside + sum(each.saved for each in dispatch)
         at_closing = sent + given + active if is_covered else self.block + beside - sum(each.saved for each in before)
+        at_closing += sum(sum(each.results) for each in kept_among if each is not closing and each.kind != "combine")
         scaled = active + active * self.exact_element / self.element * self.casts
         return begin, max(
             sent + sum(sum(each.makes.values()) for each in dispatch[1:]),
@@ -310,6 +312,12 @@ class Sizes:
             at_closing + results + sum(sum(each.makes.values()) for each in combine[:-1]),
             at_closing + 2 * returned + summed,
         )
+
+    @property
+    def _choice(self) -> tuple[float, float]:
+        """Scores and numbers of a token's experts, which every recomputation of our own keeps."""
+        per_token = self.description.experts.per_token if self.description.experts and self.has_own_mixture else 0
+        return self._measures.exact * per_token / self.stream_ranks, self._measures.int64 * per_token / self.stream_ranks
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
@@ -330,9 +338,10 @@ class Sizes:
         """
         if not recompute.covers(layer):
             return self.block
-        num_sums = self.description.num_branches - (self.description.tp_closes_block and not self.keeps_last)
+        tp_closes = self.description.tp_closes_block and not self.has_own_mixture
+        num_sums = self.description.num_branches - (tp_closes and not self.keeps_last)
         sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
-        return self.stream + sums + self.results(recompute, last=self.keeps_last)
+        return self.stream + sums + self.results(recompute, last=self.keeps_last) + sum(self._choice)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """Added to what a block has kept when it is computed again, up to the last thing that backward needs.
@@ -343,5 +352,8 @@ class Sizes:
         if not recompute.covers(layer):
             return 0.0
         again = self.block - (self.stream if self.keeps_stream else 0.0)
-        sums = (self.description.num_branches - 1) * self.stream if self.is_split and recompute.is_selective else 0.0
-        return again - sums - self.results(recompute, last=False)
+        # Experts come last in a block of our own. What they made is let go of, but for what came back of other ranks.
+        num_sums = self.description.num_branches - (not self.has_own_mixture)
+        sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
+        last = self.has_own_mixture and not self._options.exchanges
+        return again - sums - self.results(recompute, last=last) - sum(self._choice)
