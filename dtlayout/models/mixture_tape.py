@@ -39,8 +39,8 @@ def record_mixture(
     yield TapeEntry(
         "matmul", (active,), (outer(f"{name}.results"),), (active, scores),
         tuple(each for each in trained if each.startswith(f"{name}.down_proj.")),
-        # The gradient of the product with the scores, and of its factors in the exact format.
-        (active, active, exact, exact), kept_as="matmuls",
+        # Gradients of the product with the scores and of what it multiplied; both factors of the scores' are exact.
+        (active, active, exact, *[exact] * options.casts_norms), kept_as="matmuls",
     )  # fmt: skip
     yield from _record_combine(experts, options)
 

@@ -67,7 +67,7 @@ class TapeOptions(NamedTuple):
     separate_norms: bool = False
     """Whether a norm is several operations, each with a result in memory."""
     casts_norms: bool = False
-    """Whether separate operations of a norm copy their input into the exact format."""
+    """Whether separate operations of a norm copy their input into the exact format, which is not the compute format."""
     keeps_exact_product: bool = False
     """Whether separate operations of a norm keep input · scale in the exact format."""
     num_gated_kept: int = 2

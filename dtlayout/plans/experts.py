@@ -110,10 +110,13 @@ def share_counts(module: nn.Module, mesh: DeviceMesh) -> None:
         mixture.counts.sum_counts = sum_counts
 
 
-def place_shards(stack: nn.Parameter, mesh: DeviceMesh) -> Shard:
+def place_shards(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
     """FSDP2's placement of a stack: whole experts, or rows of their matrices where there are more ranks than experts.
 
-    Its last axis shards the stack.
+    The mesh's last axis shards the stack. None, FSDP2's own choice, for what is no stack, and where ranks do not divide
+    the rows.
     """
-    num_experts = stack.to_local().shape[0] if isinstance(stack, DTensor) else stack.shape[0]
-    return Shard(1) if num_experts < mesh.shape[-1] else Shard(0)
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    num_ranks = mesh.shape[-1]
+    is_by_rows = own.dim() == 3 and own.shape[0] < num_ranks and own.shape[1] % num_ranks == 0
+    return Shard(1) if is_by_rows else None

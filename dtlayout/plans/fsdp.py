@@ -167,7 +167,7 @@ def shard(
         where = experts.shards if experts and members[0] in of_experts else data
         fully_shard(
             [module.get_submodule(name) for name in members], mesh=where.mesh, reshard_after_forward=reshards,
-            shard_placement_fn=partial(place_shards, mesh=where.mesh) if where is not data else None,
+            shard_placement_fn=partial(place_shards, mesh=where.mesh),
             mp_policy=policy, offload_policy=offload, ignored_params=counters,
         )  # fmt: skip
     units, reductions = list[FSDPModule](), list[DefaultReduceScatter]()
