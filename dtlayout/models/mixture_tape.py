@@ -40,7 +40,9 @@ def record_mixture(
         "matmul", (active,), (outer(f"{name}.results"),), (active, scores),
         tuple(each for each in trained if each.startswith(f"{name}.down_proj.")),
         # Gradients of the product with the scores and of what it multiplied; both factors of the scores' are exact.
-        (active, active, exact, *[exact] * options.casts_norms), kept_as="matmuls",
+        (active, active, exact, *[exact] * options.casts_norms),
+        weight_scratch=(active,),  # times scores
+        kept_as="matmuls",
     )  # fmt: skip
     yield from _record_combine(experts, options)
 

@@ -49,6 +49,8 @@ class TapeEntry(NamedTuple):
     """Names of its trained parameters."""
     scratch: tuple[BlockTensor, ...] | None = None
     """Tensors that its backward holds at its fullest, the new gradients included; None: these gradients alone."""
+    weight_scratch: tuple[BlockTensor, ...] = ()
+    """Tensors that its backward holds while its weights' gradients come, beside the new gradients."""
     kept_as: Kept | None = None
     """Word of the recomputations that keep its results; None where every one computes them again."""
     casts: bool = False

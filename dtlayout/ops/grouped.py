@@ -105,6 +105,7 @@ class _MultiplyGroups(Function):
             product = ctx.kernel.multiply(gradient, weight.mT, ends)  # gradient of the rows times their scores
             made[0] = _scaled(product, scores) if of_x else None
             made[3] = _sum_products(product, x, scores) if of_scores else None
+            del product  # which would lie beside the weight's gradient
         if of_weight:
             # Saved as it was, x would keep the graph behind it.
             kept = (x.detach(), None if scores is None else scores.detach())

@@ -7,10 +7,12 @@ from memory_ranks import measure_frozen_peaks, measure_peaks, predict
 from parity import BF16, EXACT, FP32, QWEN2, QWEN3, SHAPE, TIED, Case
 from plugged import plugged_in
 from ranks import Ranks
+from rehearsal import rehearse
 from thorough import mostly_thorough
 
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import SGD
 from dtlayout.spec.precision import Precision
 from tests.distributed.test_parity import AXES, FAMILY_LAYOUTS, SCHEDULED, TIED_LAYOUTS
@@ -122,6 +124,40 @@ def test_the_predicted_peak_is_the_measured_one(ranks4: Ranks, case: Case) -> No
     measured = ranks4.run(measure_peaks, case)[0]
     predicted = [rank.total for rank in predict(case)]
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+MIXTURE = replace(
+    SHAPE,
+    hidden_size=64,
+    num_layers=4,
+    experts=Experts(number=8, per_token=2, ffn_size=48, shared_ffn_size=32, dense_layers=1, imbalance=1.5),
+)
+EVEN = replace(MIXTURE, experts=Experts(number=8, per_token=2, ffn_size=48, score="sigmoid", correction_bias=True))
+FEW = replace(MIXTURE, experts=Experts(number=2, per_token=1, ffn_size=48, normalized=False))
+MIXTURES = {
+    "one rank has all": Case(Layout(dp_shard=4, zero=3), precision=BF16, model=EVEN, seq_len=64),
+    "ep4": Case(Layout(dp_shard=4, ep=4), precision=BF16, model=MIXTURE, seq_len=64),
+    "ep2 recomputed": Case(
+        Layout(dp_shard=4, ep=2, zero=3, recompute="full"), precision=BF16, model=MIXTURE, seq_len=64
+    ),
+    "tp2 ep4": Case(Layout(dp_shard=2, tp=2, ep=4, micro_batch=2, zero=2), precision=BF16, model=MIXTURE, seq_len=64),
+    "pp2 ep2": Case(Layout(pp=2, dp_shard=2, ep=2, recompute="selective"), precision=FP32, model=EVEN, seq_len=64),
+    "zb ep2": Case(
+        Layout(pp=2, dp_shard=2, ep=2, schedule="zb-h1"), precision=BF16, model=MIXTURE, seq_len=64, global_batch=16
+    ),
+    "hsdp cp2 ep2": Case(Layout(dp_replicate=2, cp=2, ep=2), precision=BF16, model=EVEN, seq_len=64),
+    "more ranks than experts": Case(Layout(dp_shard=4), precision=BF16, model=FEW, seq_len=64),
+}
+
+
+@pytest.mark.parametrize("case", mostly_thorough(MIXTURES.values(), lambda i, case: i in (2, 3, 4)), ids=MIXTURES)
+def test_the_peak_of_experts_is_predicted_dry_and_measured_alike(ranks4: Ranks, case: Case) -> None:
+    """The fullest of ep's ranks gets as many copies of tokens as `experts.imbalance` says."""
+    measured = ranks4.run(measure_peaks, case)[0]
+    firsts = [rank * 4 // case.layout.pp for rank in range(case.layout.pp)]
+    dry = [report.peak_bytes for _, report in sorted(rehearse(case, firsts).items())]
+    predicted = [rank.total for rank in predict(case)]
+    assert (dry, predicted) == (pytest.approx(measured, rel=0.015), pytest.approx(measured, rel=0.015))
 
 
 FROZEN = [

@@ -3,6 +3,7 @@
 import torch
 from parity import MAX_NORM, SEED, Case, local_rows, local_starts
 from plugged import plugged_in
+from routing import routed_as_stated
 
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
@@ -26,7 +27,7 @@ def measure_peaks(case: Case) -> list[int]:
     optimizer.step()
     optimizer.zero_grad()
     meter = MemoryMeter("cpu", assembly.modules, optimizer, state_on_host=case.layout.offloads_state)
-    with meter.watch():
+    with routed_as_stated(case), meter.watch():
         step(tokens, targets, local_starts(case))
     return meter.gather_peaks(case.layout)
 

@@ -62,7 +62,8 @@ def walk_backward(
             steps += [(_A, entry.work), (_A, new - entry.work - used - goes), *arriving]
             goes = 0.0
         else:
-            steps += [(_A, entry.work), (_A, new - entry.work), *arriving, (_A, -used)]
+            beside = entry.weight_work if arriving else 0.0
+            steps += [(_A, entry.work), (_A, new - entry.work + beside), *arriving, (_A, -used - beside)]
         for name, size in entry.reads.items():
             if name == HIDDEN and name in known:
                 steps.append((_A, shared - size))
@@ -85,7 +86,8 @@ def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Ste
     for entry in tape:
         if _has_delayed(entry):
             read = sum([saved.pop(name, 0.0) for name in (*entry.saves, *entry.saves_again)])
-            steps += [*come(entry.weights), (_A, -read - sum(entry.makes.values()))]
+            beside = entry.weight_work
+            steps += [(_A, beside), *come(entry.weights), (_A, -beside - read - sum(entry.makes.values()))]
     return steps
 
 

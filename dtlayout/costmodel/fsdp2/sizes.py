@@ -317,7 +317,10 @@ class Sizes:
     def _choice(self) -> tuple[float, float]:
         """Scores and numbers of a token's experts, which every recomputation of our own keeps."""
         per_token = self.description.experts.per_token if self.description.experts and self.has_own_mixture else 0
-        return self._measures.exact * per_token / self.stream_ranks, self._measures.int64 * per_token / self.stream_ranks
+        return (
+            self._measures.exact * per_token / self.stream_ranks,
+            self._measures.int64 * per_token / self.stream_ranks,
+        )
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
