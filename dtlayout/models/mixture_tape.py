@@ -6,19 +6,40 @@ copies that its experts get, R of them where one rank has all experts.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from dtlayout.models.tape import BlockTensor, TapeEntry, TapeOptions
 
-if TYPE_CHECKING:
-    from dtlayout.models.operations import RoutedExperts
+
+class MixtureSizes(NamedTuple):
+    """Sizes and rules of a mixture that decide its tape."""
+
+    module: str
+    """Name of the experts' module in the block."""
+    reads: str
+    """Tensor whose tokens they compute."""
+    router: str
+    """Tensor of the router's logits."""
+    number: int
+    """Experts, E."""
+    per_token: int
+    """Experts of a token, K."""
+    width: int
+    """Elements of a token outside of an expert, D."""
+    inner_width: int
+    """Elements of a token inside one, F."""
+    normalized: bool
+    """Whether a token's scores are divided by their sum."""
+    keeps_logits: bool
+    """Whether a loss of the router's logits keeps them in the exact format."""
 
 
 RecordActivation = Callable[[tuple[BlockTensor, ...], BlockTensor, TapeOptions], tuple[TapeEntry, ...]]
+"""(results of gate and up, the activation's result, options) → entries between them."""
 
 
 def record_mixture(
-    experts: "RoutedExperts", trained: Sequence[str], options: TapeOptions, record_activation: RecordActivation
+    experts: MixtureSizes, trained: Sequence[str], options: TapeOptions, record_activation: RecordActivation
 ) -> Iterator[TapeEntry]:
     """Entries from the router's logits to the sum of a token's results; `trained` names the stacks that are."""
     copies_N = experts.per_token * options.fullest
@@ -47,7 +68,7 @@ def record_mixture(
     yield from _record_combine(experts, options)
 
 
-def _record_dispatch(experts: "RoutedExperts", options: TapeOptions) -> Iterator[TapeEntry]:
+def _record_dispatch(experts: MixtureSizes, options: TapeOptions) -> Iterator[TapeEntry]:
     """Scores, the order of copies by expert, and copies that go to their experts, which are put in order again."""
     name, width, k = experts.module, experts.width, experts.per_token
     copies_N = k * options.fullest
@@ -75,7 +96,7 @@ def _record_dispatch(experts: "RoutedExperts", options: TapeOptions) -> Iterator
     yield TapeEntry("dispatch", (received,), (given,), again)
 
 
-def _record_combine(experts: "RoutedExperts", options: TapeOptions) -> Iterator[TapeEntry]:
+def _record_combine(experts: MixtureSizes, options: TapeOptions) -> Iterator[TapeEntry]:
     """Results in the order in which copies came, that go back, and their sums."""
     name, k = experts.module, experts.per_token
     branch = partial(BlockTensor, spread="branch")

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, Literal
 
-from dtlayout.models.mixture_tape import record_mixture
+from dtlayout.models.mixture_tape import MixtureSizes, record_mixture
 from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.recompute import Kept
 from dtlayout.spec.roles import Role
@@ -250,7 +250,8 @@ class RoutedExperts(_Operation):
         Gate and up are one entry: both gradients of what they read come before those of their weights.
         """
         if options.is_own_mixture:
-            return tuple(record_mixture(self, _name_trained(self.weights), options, _record_activation))
+            sizes = MixtureSizes(*(getattr(self, name) for name in MixtureSizes._fields))
+            return tuple(record_mixture(sizes, _name_trained(self.weights), options, _record_activation))
         tokens, scores = BlockTensor(self.reads, self.width, "stream"), BlockTensor(self.router, self.number, "stream")
         copies_of_token = self.per_token * options.fullest
         outer = partial(BlockTensor, width=copies_of_token * self.width, spread="branch")

@@ -147,7 +147,7 @@ class BlockUnits(NamedTuple):
 
 @lru_cache(maxsize=256)
 def block_unit(model: ModelShape, tp: int, ep: int) -> Unit:
-    """The one unit of a block of another program than ours."""
+    """Unit of a whole block, of which other programs have no other."""
     return Unit.of(describe(model).block_weights, tp, ep)
 
 
