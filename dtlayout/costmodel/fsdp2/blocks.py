@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dtlayout.costmodel.fsdp2.liveness import Steps, walk_backward, walk_delayed
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes
+from dtlayout.costmodel.fsdp2.tape import SizedEntry
 from dtlayout.models.tape import HIDDEN
 
 _A, _G, _L = MemoryKind.ACTIVATIONS, MemoryKind.GRADIENTS, MemoryKind.LOGITS

@@ -17,7 +17,7 @@ from dtlayout.costmodel.fsdp2.phase import IDLE, Bytes, MemoryKind, Phase, chang
 from dtlayout.costmodel.fsdp2.runs import BlockRun, find_runs
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.steps import Reduced, Step, find_rows, find_steps
-from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, block_units, stage_units
+from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, stage_units
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.schedules.actions import Action, Kind
@@ -121,29 +121,6 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
     return to_stage
 
 
-class _Run(NamedTuple):
-    """Blocks of a stage that follow each other and are alike."""
-
-    size: Sizes
-    unit: Unit
-    kept: float
-    """Left by each for its backward."""
-    recomputed: float
-    """Added to that when it is computed again."""
-    in_last_branch: float
-    """Held in its forward's last branch."""
-    experts: Unit | None
-    """Unit of its experts, where they have one beside `unit`."""
-    at_experts: float
-    """Held in its forward when it comes to these."""
-    num_blocks: int
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """Units of each block, in the order of the modules."""
-        return (self.unit, self.experts) if self.experts else (self.unit,)
-
-
 class _Stage:
     """One stage's forward and backward."""
 
@@ -160,15 +137,8 @@ class _Stage:
         self.size, self.sharding = sizes[model], sharding
         size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
         self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
-        self.runs = []
-        for (_, is_first), run in groupby(layers, lambda layer: (recompute.covers(layer), layer < model.num_first)):
-            (layer, *others), kind = run, model.without_experts if is_first else model
-            own = sizes[kind]
-            kept, again = own.kept(recompute, layer), own.recomputed(recompute, layer)
-            last = own.in_last_branch(recompute, layer)
-            unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=sharding.nests_experts)
-            begin = own.in_experts(recompute, layer)[0] if experts else 0.0
-            self.runs.append(_Run(own, unit, kept, again, last, experts, begin, 1 + len(others)))
+        self.runs = find_runs(model, layout, sizes, chunk, nests_experts=sharding.nests_experts)
+        self.differentiated = [each for each in self.runs if each.has_backward]
         self.offloads = layout.offloads_activations
         is_kept = not self.offloads and (size.keeps_stream or any(map(recompute.covers, layers[:1])))
         num_recomputed = recompute.count(find_differentiated(model, chunk))
@@ -266,7 +236,7 @@ class _Stage:
             gather = sequence((changes((_A, reads)), sharding.gather(unit, before), changes((_A, -reads))))
             return sequence((gather, work, sharding.drop(unit) if drops else IDLE))
 
-        def block_forward(each: _Run) -> Phase:
+        def block_forward(each: BlockRun) -> Phase:
             if each.experts is None or not gathers:
                 return autograd.block_forward(each.size, each.kept, each.in_last_branch)
             parts = autograd.forward_with_experts(each.size, each.kept, each.at_experts, each.in_last_branch)
@@ -319,7 +289,7 @@ class _Stage:
 
         With activations on the host the device has what the running block kept, and what comes back for the next one.
         """
-        size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
+        size, sharding, units, runs = self.size, self.sharding, self.units, self.differentiated
         last_block, ends = (runs[-1].units if runs else ()), self.ends
         embedding = None if self.is_frozen_first else units.embedding
         to_embedding = (embedding,) if embedding else ()
@@ -353,7 +323,7 @@ class _Stage:
         else:
             yield changes((_B, size.stream))  # the gradient that is received
 
-        def block_backward(each: _Run, before: Unit | None) -> Phase:
+        def block_backward(each: BlockRun, before: Unit | None) -> Phase:
             """A block's backward; `before` is the unit whose buffer is there, which experts let go."""
             if each.experts is None:
                 return self._block_backward(each._replace(num_blocks=1), is_first, splits)
@@ -386,7 +356,7 @@ class _Stage:
         yield changes((_A, -self.kept_mask))
         if self.is_frozen_first:
             forward_only = [each for each in self.runs if not each.has_backward]
-            frozen = sum(each.num_blocks * sharding.kept_gathered(each.unit) for each in forward_only)
+            frozen = sum(each.num_blocks * sharding.kept_gathered(unit) for each in forward_only for unit in each.units)
             frozen += sharding.kept_gathered(units.embedding)
             yield changes((_A, -size.stream if runs else 0.0), (_P, -frozen if is_last else 0.0))
             if not (runs or units.head or units.root):

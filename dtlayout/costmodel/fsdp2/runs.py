@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.forward_only import find_forward_only
 from dtlayout.costmodel.fsdp2.sizes import Sizes
-from dtlayout.costmodel.fsdp2.units import Unit, block_unit
+from dtlayout.costmodel.fsdp2.units import Unit, block_units
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
@@ -27,21 +27,32 @@ class BlockRun(NamedTuple):
     num_blocks: int
     has_backward: bool
     """Whether a weight is trained in them or before them."""
+    experts: Unit | None = None
+    """Unit of the experts of each, where they have one beside `unit`."""
+    at_experts: float = 0.0
+    """Bytes held in its forward when it comes to these."""
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units of each block, in the order of the modules."""
+        return (self.unit, self.experts) if self.experts else (self.unit,)
 
 
 def find_runs(
-    model: ModelShape, layout: Layout, sizes: Mapping[ModelShape, Sizes], stage: StageSlice
+    model: ModelShape, layout: Layout, sizes: Mapping[ModelShape, Sizes], stage: StageSlice, *, nests_experts: bool
 ) -> list[BlockRun]:
-    """The runs of a stage, first to last; `sizes` has those of each kind of block."""
+    """The runs of a stage, first to last; `sizes` has those of each kind of block, `nests_experts` is a feature."""
     recompute, forward_only = Recompute.parse(layout.recompute), find_forward_only(model, stage)
     runs = []
     for _, run in groupby(stage.layers, lambda n: (recompute.covers(n), n < model.num_first, n in forward_only)):
         layer, *others = run
         kind, has_backward = model.kind_of(layer), layer not in forward_only
-        size, unit, num_blocks = sizes[kind], block_unit(kind, layout.tp, layout.ep), 1 + len(others)
+        size, num_blocks = sizes[kind], 1 + len(others)
+        unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts)
         kept, again, last = 0.0, 0.0, size.in_last_branch_only(recompute, layer)
         if has_backward:
             kept, again = size.kept(recompute, layer), size.recomputed(recompute, layer)
             last = size.in_last_branch(recompute, layer)
-        runs.append(BlockRun(size, unit, kept, again, last, num_blocks, has_backward))
+        begin = size.in_experts(recompute, layer)[0] if experts else 0.0
+        runs.append(BlockRun(size, unit, kept, again, last, num_blocks, has_backward, experts, begin))
     return runs

@@ -27,6 +27,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
+_FULL = Recompute.parse("full")
 _INDEX_BYTES = 8
 """An int64."""
 
@@ -321,6 +322,12 @@ class Sizes:
             self._measures.exact * per_token / self.stream_ranks,
             self._measures.int64 * per_token / self.stream_ranks,
         )
+
+    def in_last_branch_only(self, recompute: Recompute, layer: int) -> float:
+        """`in_last_branch` of a block that has no backward: it saves as little as one that is recomputed."""
+        if recompute.covers(layer):
+            return self.in_last_branch(recompute, layer)
+        return self.in_last_branch(_FULL, 0)
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""

@@ -64,8 +64,6 @@ class SizedEntry(NamedTuple):
     """Held by its forward at the fullest, beside what it reads, makes and saves."""
     work: float
     """Held by its backward at the fullest, the new gradients included."""
-    weight_work: float
-    """Held by its backward while its weights' gradients come, beside the new gradients."""
     used: float
     """Gradients of its results that go when it is over; 0 where the residual stream shares them."""
     kept_as: Kept | None
@@ -74,6 +72,8 @@ class SizedEntry(NamedTuple):
     """Bytes of each tensor that such a recomputation keeps."""
     adds_apart: bool
     """Whether two gradients of what it read are added in a third tensor."""
+    weight_work: float = 0.0
+    """Held by its backward while its weights' gradients come, beside the new gradients."""
 
     @property
     def saved(self) -> float:
@@ -120,8 +120,9 @@ def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             reads, work = {}, 0.0
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
-            entry.weights, forward_work, work, sum(size(entry.weight_scratch).values()), 0.0 if _shares_gradient(entry, scatters=scatters) else used,
+            entry.weights, forward_work, work, 0.0 if _shares_gradient(entry, scatters=scatters) else used,
             entry.kept_as, results, measures.adds_apart and entry.reads[0].spread == "whole",
+            sum(size(entry.weight_scratch).values()),
         )  # fmt: skip
 
 
