@@ -8,8 +8,10 @@ pp outermost.
 from math import ceil, log2
 from typing import NamedTuple
 
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of
+from dtlayout.models.operations import RoutedExperts
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.recompute import Recompute
 
 
 class Link(NamedTuple):
@@ -94,6 +96,32 @@ def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: in
         near_copies, far_copies = copies * (near - 1) / near, (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
     sending_s = max(near_copies * size_bytes / link_bytes_per_s, far_copies * size_bytes / network_bytes_per_s)
     return inside.start_s + sending_s + gpu.network_latency_s
+
+
+class Exchanges(NamedTuple):
+    """Number of all-to-alls that bring tokens of a block to their experts, or results back."""
+
+    forward: int
+    """In forward: there and back."""
+    backward: int
+    """In backward: gradients of results there, and of tokens back."""
+    again: int
+    """While a block is recomputed: there, where what came is not kept."""
+
+
+def count_exchanges(scenario: Scenario, recompute: Recompute) -> Exchanges:
+    """All-to-alls of a block that `recompute` covers; our trainer keeps what came where it keeps results of matmuls."""
+    keeps = scenario.engine.features.nests_experts and "matmuls" in recompute.kept
+    return Exchanges(2, 2, 0 if keeps else 1)
+
+
+def copied_bytes(scenario: Scenario, layout: Layout, experts: RoutedExperts) -> float:
+    """Bytes of the tokens of a rank that go to experts, a copy each; of the fullest rank those that come.
+
+    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2).
+    """
+    size = tokens_of(scenario, layout) / layout.tp * experts.width * activation_size(scenario)
+    return size * experts.per_token * fullest_share(scenario, layout)
 
 
 def message_link(scenario: Scenario, layout: Layout) -> Link:

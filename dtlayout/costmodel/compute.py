@@ -7,13 +7,13 @@ docs/theory/time-model.md derives every formula; forward is one third of element
 from math import inf
 from typing import NamedTuple
 
-from dtlayout.costmodel.comm import exchange_s, half_all_reduce_s, message_link, tp_link
+from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
+from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
-from dtlayout.models.tape import BlockTensor
+from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel
@@ -151,7 +151,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
     """Times, rows, outputs, inputs and frozen outputs of each matmul of a block on one rank; fused ones are one.
 
     Matmuls of experts count more often where they are slower than others. Each expert multiplies the rows that it is
-    sent: T·k/E of each rank's tokens, as if all experts were sent as many.
+    sent: T·k/E of each rank's tokens, and `experts.imbalance` times as many on the fullest of ep's ranks.
     """
     sizes: list[tuple[float, float, float, float, float]] = []
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
@@ -171,6 +171,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token
+            rows *= fullest_share(scenario, layout)
             for made in entry.makes:
                 outputs = made.width / k
                 sizes.append((times, rows, outputs, entry.reads[0].width / k, 0.0 if entry.weights else outputs))
@@ -185,6 +186,11 @@ def _own_part(tensor: BlockTensor, layout: Layout) -> float:
 def _ranks(layout: Layout) -> dict[str, int]:
     """tp ranks that share a tensor, by its spread on a tape without collectives."""
     return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp}
+
+
+def _tape_of_fullest(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
+    """Steps of a block on the fullest of ep's ranks."""
+    return block_tape(scenario.model, PLAIN._replace(fullest=fullest_share(scenario, layout)))
 
 
 def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -206,7 +212,8 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
         "activation": widening * _FFN_TRAFFIC_BYTES,
         "combine": widening * constants.expert_bias_traffic_bytes if experts and experts.bias else 0.0,
     }
-    of_width = [(moved[entry.kind], entry.reads[0]) for entry in block_tape(scenario.model) if entry.kind in moved]
+    tape = _tape_of_fullest(scenario, layout)
+    of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind in moved]
     return sum([each * read.width / ranks[read.spread] for each, read in of_width])
 
 
@@ -220,7 +227,7 @@ def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
     if (fmt := scenario.precision.matmul_format) is None:
         return 0.0
     ranks, elements, cast = _ranks(layout), 0.0, set[str]()
-    for entry in block_tape(scenario.model):
+    for entry in _tape_of_fullest(scenario, layout):
         if entry.casts:
             new = [each for each in entry.reads if each.name not in cast]
             elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
@@ -237,7 +244,7 @@ def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
     copies = experts.per_token
-    sorted_again = 4 * copies if layout.ep > 1 else 0
+    sorted_again = 4 * copies * fullest_share(scenario, layout) if layout.ep > 1 else 0
     return activation_size(scenario) * (2 * (1 + copies) + sorted_again) * experts.width / layout.tp
 
 
@@ -257,18 +264,20 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     """Seconds in which a covered block is computed again in its backward, and seconds of what it sends for that.
 
     torch.utils.checkpoint leaves out whatever is kept, and the last matmul with its reduction, which backward does not
-    need. Around a compiled block it leaves out nothing; nor does it leave out a matmul that overlaps its reduction.
-    If anything is kept, tp sends the gathers of sequence parallelism alone, half of what forward sends. If attention is
-    kept, cp sends nothing, unless it splits the heads around it. ep sends tokens again, and no results. Separate
+    need; of a mixture of ours it leaves out nothing else, for the last matmul is what saves its input. Around a
+    compiled block it leaves out nothing; nor does it leave out a matmul that overlaps its reduction. If anything is
+    kept, tp sends the gathers of sequence parallelism alone, half of what forward sends. If attention is kept, cp sends
+    nothing, unless it splits the heads around it. ep sends tokens again, unless they are kept, and no results. Separate
     attention keeps no softmax.
     """
-    recompute = Recompute.parse(layout.recompute)
+    recompute, description = Recompute.parse(layout.recompute), describe(scenario.model)
     if scenario.engine.features.checkpointing == "megatron":
         return (block.attention_s, 0.0) if recompute.is_selective else (block.forward_s, block.forward_tp_s)
     if (kernels.compile == "blocks" or layout.overlaps_tp) and not recompute.is_selective:
         return block.forward_s, block.forward_tp_s
     matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
-    matmuls_s -= 0.0 if layout.overlaps_tp else block.last_matmul_s
+    is_own_mixture = scenario.engine.features.nests_experts and description.experts is not None
+    matmuls_s -= 0.0 if layout.overlaps_tp or is_own_mixture else block.last_matmul_s
     recompute_s, again_cp_s = block.elementwise_s, block.forward_cp_s
     recompute_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
     if "attention" in recompute.kept:
@@ -277,11 +286,12 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     else:
         recompute_s += block.attention_s
     tp_s = block.forward_tp_s - block.forward_cp_s - block.forward_ep_s
-    again_beside_s = again_cp_s + block.forward_ep_s / 2
+    exchanges = count_exchanges(scenario, recompute)
+    again_beside_s = again_cp_s + block.forward_ep_s / exchanges.forward * exchanges.again
     if recompute.is_selective:
         return recompute_s, again_beside_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
-    description = describe(scenario.model)
-    left_out = description.tp_closes_block / max(1, description.num_branches)  # the last reduction, half an all-reduce
+    # The last reduction, half an all-reduce.
+    left_out = 0.0 if is_own_mixture else description.tp_closes_block / max(1, description.num_branches)
     return recompute_s, again_beside_s + tp_s * (1 - left_out * (0.5 if layout.shards_sequence else 1.0))
 
 
@@ -383,14 +393,14 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
 
 
 def block_ep_s(scenario: Scenario, layout: Layout) -> float:
-    """Seconds of ep's exchanges in a block's forward: k copies of each token go to its experts, and results come back.
-
-    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2).
-    """
+    """Seconds of ep's exchanges in a block's forward: k copies of each token go to their experts, and come back."""
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
-    size = tokens_of(scenario, layout) / layout.tp * experts.width * activation_size(scenario)
-    return 2 * exchange_s(scenario, layout, size, experts.per_token)
+    size, count = (
+        copied_bytes(scenario, layout, experts) / experts.per_token,
+        count_exchanges(scenario, Recompute.parse("none")).forward,
+    )
+    return count * exchange_s(scenario, layout, size, experts.per_token)
 
 
 def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:

@@ -18,7 +18,7 @@ from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
-from dtlayout.costmodel.scenario import Scenario, format_sizes, tokens_of
+from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import Weight
@@ -289,7 +289,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
         beside["norm"] = constants.norm_saved_bytes / 2
     num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept
     held, sizes = constants.block_saved_bytes * h, format_sizes(scenario)._asdict()
-    for entry in block_tape(model, TapeOptions(num_gated_kept=num_kept - 1)):
+    for entry in block_tape(model, TapeOptions(num_gated_kept=num_kept - 1, fullest=fullest_share(scenario, layout))):
         own = [each for each in entry.saves if each.format != "exact"]
         kept = sum([sizes[each.format] * each.width / ranks[each.spread] for each in own])
         read = entry.reads[0]

@@ -184,6 +184,12 @@ def tokens_of(scenario: Scenario, layout: Layout) -> float:
     return layout.micro_batch * scenario.batch.seq_len / layout.cp
 
 
+def fullest_share(scenario: Scenario, layout: Layout) -> float:
+    """Copies of tokens that the fullest of ep's ranks computes, over the mean; 1 without experts."""
+    experts = scenario.model.experts
+    return 1.0 if experts is None else experts.fullest_share(layout.ep)
+
+
 def activation_size(scenario: Scenario) -> int:
     """Bytes of an activation: 2, those of bf16, or those of the compute format for an fsdp2 engine."""
     return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2

@@ -1,8 +1,16 @@
 """Expert parallelism: ep's ranks split the experts of a block, and copies of tokens travel to them and back.
 
-Each rank sorts copies of its tokens by expert, so that those for a rank's experts lie together. Two all-to-alls bring
-them there, with their scores in a small third one, and bring the results back; backward has the same. Ranks first tell
-each other how many copies come. The host reads these numbers, since it has to say how large the results will be.
+Each rank sorts copies of its tokens by expert, so that those for a rank's experts lie together. All-to-alls bring them
+there and bring the results back. Ranks first tell each other how many copies come. The host reads these numbers, since
+it has to say how large the results will be. All-to-alls of a block and a microbatch:
+
+| of | elements of a rank | forward | backward | again in recomputation |
+|---|---|---|---|---|
+| copies, and results | D for each copy | 2 | 2 | 1, unless results of matmuls are kept |
+| scores of copies | 1 for each, in fp32 or finer | 1 | 1 | 1, the same |
+| numbers of copies | E, int32 | 1 | | 1, the same |
+
+`costmodel.comm` prices the first row.
 
 Legend: D model width, E experts, e = E / ep of them on a rank, R copies of tokens, N copies that a rank gets.
 """

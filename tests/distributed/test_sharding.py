@@ -1,14 +1,17 @@
 """What the ZeRO stages and axes do to collectives and bytes, and that the parity harness sees what is missing."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from memory_ranks import make_scenario
 from parity import FP32, SEED, SEQ_LEN, SHAPE, TIED, Case, largest_difference, merge, run_reference
 from ranks import Ranks
 from sharding import (
     count_collectives,
     initial_weights,
+    list_exchanges,
     measure_bytes,
     run_sabotaged,
     train_in_two_groups,
@@ -16,12 +19,16 @@ from sharding import (
 )
 from thorough import mostly_thorough, thorough
 
+from dtlayout.costmodel.comm import copied_bytes, count_exchanges
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.models.families import describe
 from dtlayout.models.llama import Llama
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.kernels import count_loss_chunks
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
+from dtlayout.spec.recompute import Recompute
 
 DATA = ("dp_replicate", "dp_shard")
 LOSS_SUMS = 2 * count_loss_chunks(4 * SEQ_LEN)
@@ -154,6 +161,30 @@ def test_what_cp_sends_in_forward_is_sent_again_unless_its_result_is_kept(
     for counts in ranks4.run(count_collectives, case, ("cp",)):
         for name, count in CONTEXT_COUNTS[method].items():
             assert counts[name] == SHAPE.num_layers * (count + (0 if is_kept else again.get(name, 0)))
+
+
+MIXTURE = replace(SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, dense_layers=1, imbalance=1.5))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", thorough("keep-attention"), "selective"])
+def test_copies_of_tokens_go_to_their_experts_and_back_as_often_and_as_large_as_predicted(
+    ranks4: Ranks, recompute: str
+) -> None:
+    """The last rank is the fullest; each copy has a score in fp32, and ranks hear in int32 how many come."""
+    case = Case(Layout(dp_shard=4, ep=4, recompute=recompute), precision=FP32, model=MIXTURE)
+    experts, scenario = describe(MIXTURE).experts, make_scenario(case)
+    assert experts
+    copies = round(copied_bytes(scenario, case.layout, experts))
+    count = count_exchanges(scenario, Recompute.parse(recompute))
+    assert copies == 1.5 * 2 * SEQ_LEN * SHAPE.hidden_size * 4
+    again = count.again if recompute != "none" else 0
+    assert (count.forward, count.backward, again) == (2, 2, 1 if recompute in ("full", "keep-attention") else 0)
+    times = 2 * (SHAPE.num_layers - 1)  # microbatches and blocks with experts
+    assert ranks4.run(list_exchanges, case)[3] == {
+        copies: times * (count.forward + count.backward + again),
+        copies // SHAPE.hidden_size: times * (2 + again),
+        8 * 4: times * (1 + again),
+    }
 
 
 def test_a_ring_hands_on_keys_and_values_to_all_others_and_their_gradients_back(ranks4: Ranks) -> None:

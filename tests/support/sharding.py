@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from parity import Case, Outcome, build_step, local_rows, named_parameters, run_layout
 from recording import CollectiveRecorder
+from routing import routed_as_stated
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.dryrun.collectives import Collective
@@ -38,6 +39,12 @@ def _record(case: Case, axes: tuple[str, ...]) -> list[Collective]:
     with CollectiveRecorder() as recorder:
         assembly.runtime.step(rows, targets=targets, num_targets=1.0)
     return [event for event in recorder.events if event.ranks in groups and len(event.ranks) > 1]
+
+
+def list_exchanges(case: Case) -> Counter[int]:
+    """Bytes of each all-to-all along dp_shard, where the fullest of ep's ranks gets as much as `imbalance` says."""
+    with routed_as_stated(case):
+        return Counter(event.nbytes for event in _record(case, ("dp_shard",)) if event.name == "all_to_all")
 
 
 def measure_bytes(case: Case) -> tuple[Footprint, Footprint]:

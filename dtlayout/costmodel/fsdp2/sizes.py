@@ -16,7 +16,7 @@ from math import ceil
 
 from dtlayout.costmodel.fsdp2.liveness import hold_until
 from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
-from dtlayout.costmodel.scenario import Scenario, format_sizes, tokens_of
+from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of
 from dtlayout.models.families import describe
 from dtlayout.models.tape import TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
@@ -76,7 +76,7 @@ class Sizes:
             casts_norms=casts,
             keeps_exact_product=norm.keeps_exact,
             num_gated_kept=2 if kernels.compiles_blocks else swiglu.num_kept - 1,
-            fullest=scenario.model.experts.fullest_share(layout.ep) if scenario.model.experts else 1.0,
+            fullest=fullest_share(scenario, layout),
             is_own_mixture=scenario.engine.features.nests_experts,
             exchanges=layout.ep > 1,
         )
