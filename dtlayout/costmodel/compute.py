@@ -16,7 +16,7 @@ from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
-from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel
+from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKernel, NormKernel, RopeKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
@@ -128,6 +128,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
+    backward_s += _expert_gradients_s(scenario, layout)
     hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
     forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
@@ -137,7 +138,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         backward_s=backward_s,
         forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
         backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
-        routing_wait_s=_routing_wait_s(scenario, layout),
+        routing_wait_s=_routing_wait_s(scenario, layout, kernels),
         attention_s=attention_forward_s,
         elementwise_s=elementwise_s + permuting_s,
         last_matmul_s=matmuls_s[-1],
@@ -248,12 +249,26 @@ def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
     return activation_size(scenario) * (2 * (1 + copies) + sorted_again) * experts.width / layout.tp
 
 
-def _routing_wait_s(scenario: Scenario, layout: Layout) -> float:
-    """Seconds that the GPU waits for the host in a layer with experts, forward and backward; they grow with experts."""
+def _expert_gradients_s(scenario: Scenario, layout: Layout) -> float:
+    """Seconds of adding a microbatch's gradients of experts to those of earlier ones: many weights for few tokens."""
+    traffic = scenario.engine.constants.expert_gradient_traffic_bytes
+    if not traffic or (experts := describe(scenario.model).experts) is None:
+        return 0.0
+    trained = sum(weight.numel for weight in experts.weights if weight.trains)
+    return pass_s(scenario, traffic * trained / layout.ep)
+
+
+def _routing_wait_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """Seconds that the GPU waits for the host in a layer with experts, forward and backward.
+
+    They grow with experts, unless one kernel computes all of them. That one reads on the GPU how many rows each has, so
+    that the host has nothing to read where no tokens are sent.
+    """
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
-    constants = scenario.engine.constants
-    return constants.routing_wait_s + constants.expert_wait_s * experts.number / layout.ep
+    constants, is_one_by_one = scenario.engine.constants, find_kernel(ExpertsKernel, kernels.experts).is_one_by_one
+    read_s = constants.routing_wait_s if is_one_by_one or layout.ep > 1 else 0.0
+    return read_s + (constants.expert_wait_s * experts.number / layout.ep if is_one_by_one else 0.0)
 
 
 def _has_eager_norms(kernels: Kernels) -> bool:

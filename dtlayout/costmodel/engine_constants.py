@@ -69,6 +69,8 @@ class Constants:
     expert_bias_traffic_bytes: float = _constant(300.0, 0.0, 600.0, "byte/width")
     """Moved for each copy of a token where experts add biases, forward and backward: passes in fp32, and those of a
     clamped activation."""
+    expert_gradient_traffic_bytes: float = _constant(0.0, 0.0, 40.0, "byte/parameter")
+    """Moved in a microbatch's backward for each parameter of experts that a rank has, where gradients are added up."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")

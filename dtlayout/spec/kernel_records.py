@@ -288,6 +288,8 @@ class ExpertsKernel(Kernel):
     is_priced = False
     row_bytes: int = 1
     """Number of bytes of which each row must be a multiple."""
+    is_one_by_one: bool = False
+    """Whether the host starts kernels for each expert, once it has read how many rows each has."""
 
     def is_used(self, request: KernelRequest) -> bool:
         """Whether the model has experts."""

@@ -175,6 +175,7 @@ _KERNELS: tuple[Kernel, ...] = (
     ),
     ExpertsKernel(
         name="loop", function="dtlayout.ops.grouped:LOOP", preference=2, reason="it computes everything",
+        is_one_by_one=True,
         traces=(r"^dtlayout::grouped_mm$",),
     ),
 )  # fmt: skip
