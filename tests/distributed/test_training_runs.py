@@ -1,6 +1,7 @@
 """Real runs of train.py, under torchrun and alone: what they leave, how they resume, stop and end."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from dtlayout.spec.kernels import Kernels, OpenKernels
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
     "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike", "layout",
+    "fullest_expert", "fullest_expert_block", "expert_imbalance", "router_entropy", "router_square",
 ]  # fmt: skip
 
 
@@ -317,3 +319,28 @@ def test_eight_ranks_learn_what_one_process_learns(tmp_path):
     assert losses(files.run)[-1] < losses(files.run)[0] - 1  # it learns
     assert losses(eight) == pytest.approx(losses(files.run), rel=1e-4)
     assert len(read_summary(eight)["peak_memory_bytes_by_pp_rank"]) == 2
+
+
+def test_a_mixture_of_experts_is_balanced_by_its_biases_and_resumes_to_the_bit(tmp_path):
+    files, log = write_tiny(tmp_path, steps=40, num_layers=2), tmp_path / "log"
+    rules = {
+        "number": 8, "per_token": 2, "ffn_size": 32, "dense_layers": 1, "score": '"sigmoid"',
+        "correction_bias": "true", "bias_rate": 0.02,
+    }  # fmt: skip
+    options = [f"--model.experts.{key}={value}" for key, value in rules.items()]
+    options += ["--layout.ep=2", "--checkpoint.every=20", "--checkpoint.keep=2"]
+    assert launch(2, files.config, *options, log=log) == 0, log.read_text()
+    lines = read_lines(files.run)
+    assert losses(files.run)[-1] < losses(files.run)[0] - 0.5  # it learns
+    fullest = [line["fullest_expert"] for line in lines]
+    assert sum(fullest[-5:]) < 0.6 * sum(fullest[:5])
+    for line in lines:
+        assert 1 <= line["expert_imbalance"] <= line["fullest_expert"] <= 4  # at most every token, of two experts
+        assert line["fullest_expert_block"] == 1 and 0 < line["router_entropy"] <= math.log(8)
+    again = Path(shutil.copytree(files.run, tmp_path / "again", symlinks=True))
+    shutil.rmtree(again / "checkpoints" / "step-00000040")
+    (again / "summary.json").unlink()
+    assert launch(2, files.config, *options, f"--train.run_folder={again}", log=log) == 0, log.read_text()
+    assert "after 20 steps" in log.read_text()
+    for key in ("loss", "grad_norm", "fullest_expert", "router_entropy"):
+        assert [line[key] for line in read_lines(again)] == [line[key] for line in lines]
