@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dtlayout.models.families import find_weight
+from dtlayout.models.feed_forward import Mixture
 from dtlayout.ops.rope import RotaryEmbedding
 from dtlayout.spec.model_shape import ModelShape
 
@@ -34,11 +35,13 @@ def allocate(modules: Sequence[nn.Module], device: torch.device | str) -> None:
 
 
 def move_tables(modules: Sequence[nn.Module], device: torch.device | str) -> None:
-    """RoPE's tables of modules whose parameters lie on the host go where modules compute."""
+    """RoPE's tables, and biases of routers, of modules whose parameters lie on the host go where modules compute."""
     for part in (part for module in modules for part in module.modules()):
         if isinstance(part, RotaryEmbedding) and part.cos.device.type != torch.device(device).type:
             part.to_empty(device=device)
             part.reset_buffers()
+        if isinstance(part, Mixture) and part.correction_bias is not None:
+            part.correction_bias.data = part.correction_bias.data.to(device)
 
 
 def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:

@@ -18,6 +18,7 @@ from parity import (
     run_on_one_expert,
     run_on_some_experts,
     run_reference,
+    skip_between_steps,
 )
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
@@ -64,6 +65,10 @@ def test_five_updates_of_a_balanced_router_are_exact_in_float64(ranks4: Ranks, n
     case = Case(LAYOUTS[name], model=BALANCED, num_steps=5)
     size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
     assert size <= 1e-10, whose
+
+
+def test_a_step_that_is_left_out_moves_no_bias(ranks4: Ranks) -> None:
+    assert ranks4.run(skip_between_steps, Case(LAYOUTS["shards of experts"], model=BALANCED)) == [True] * 4
 
 
 @pytest.mark.parametrize("name", ["ep alone", "shards of experts", thorough("tp"), "cp and tp", "split backwards"])
