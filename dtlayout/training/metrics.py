@@ -109,6 +109,8 @@ class Summary:
     """Mean loss of the last ten steps, or of all if there are fewer, nats a token."""
     validation: Validation | None = None
     """Losses of [validation]; None for a run without any."""
+    expert_imbalance: float | None = None
+    """Mean `StepMetrics.expert_imbalance` of the last ten steps, or of all if there are fewer; None without experts."""
     parameters: int | None = None
     device: str = ""
     torch: str = ""

@@ -173,6 +173,7 @@ class Records(Observer):
             return
         lines = self._metrics.read()
         losses = [line["loss"] for line in lines]
+        imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]
         step_time_s, spread_s = time_steps(self._step_times_s, self.num_slow)
         speed = self._speed.describe(step_time_s) if step_time_s else {}
         measured = Performance(
@@ -192,6 +193,7 @@ class Records(Observer):
             spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
+            expert_imbalance=fmean(imbalances[-10:]) if imbalances else None,
             parameters=count_parameters(self.config.model),
             device=self.device.name,
             torch=torch.__version__,
@@ -219,12 +221,20 @@ class Records(Observer):
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
+            *self._describe_balance(summary.expert_imbalance),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
         ]
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
+
+    def _describe_balance(self, imbalance: float | None) -> list[tuple[str, str]]:
+        """A row on how full the fullest of ep's ranks was, and is predicted to be; none without experts."""
+        experts = self.config.model.experts
+        if experts is None or imbalance is None:
+            return []
+        return [("experts.imbalance", compare(imbalance, experts.imbalance, "{:.2f}".format))]
 
     def _find_speed(self, of: Performance) -> float | None:
         """Tokens a second of one GPU; None if no step was timed."""

@@ -337,6 +337,9 @@ def test_a_mixture_of_experts_is_balanced_by_its_biases_and_resumes_to_the_bit(t
     for line in lines:
         assert 1 <= line["expert_imbalance"] <= line["fullest_expert"] <= 4  # at most every token, of two experts
         assert line["fullest_expert_block"] == 1 and 0 < line["router_entropy"] <= math.log(8)
+    imbalance = sum(line["expert_imbalance"] for line in lines[-10:]) / 10
+    assert read_summary(files.run)["expert_imbalance"] == pytest.approx(imbalance)
+    assert f"experts.imbalance               │ {imbalance:.2f}, predicted 1.00" in log.read_text()
     again = Path(shutil.copytree(files.run, tmp_path / "again", symlinks=True))
     shutil.rmtree(again / "checkpoints" / "step-00000040")
     (again / "summary.json").unlink()
