@@ -8,7 +8,7 @@ from small import scenario as dense_scenario
 
 from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.comm import exchange_s
-from dtlayout.costmodel.compute import block_time, recompute_time
+from dtlayout.costmodel.compute import block_ep_s, block_time, recompute_time
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2.blocks import WeightGradients, block_backward, block_forward
@@ -326,3 +326,29 @@ def test_a_ring_sends_keys_and_values_as_wide_as_they_are():
     latent = replace(setting, model=replace(setting.model, **LATENT))
     times = [block_time(each, Layout(cp=2, micro_batch=8), Kernels()).forward_tp_s for each in (setting, latent)]
     assert times[1] > times[0] >= 0  # 10 · 160 instead of 10 · 100
+
+
+def test_the_fullest_rank_computes_and_gets_more_than_the_mean():
+    """1.5 times as many rows, copies that are put in order and activations; ranks that have all experts are even."""
+    even, uneven = (
+        scenario(EIGHT, experts_efficiency=0.5),
+        scenario(replace(EIGHT, imbalance=1.5), experts_efficiency=0.5),
+    )
+    layout = Layout(dp_shard=8, ep=4)
+    assert block_ep_s(uneven, layout) > block_ep_s(even, layout)
+    start_s = exchange_s(even, layout, 0.0, 2)
+    sent_s = [block_ep_s(each, layout) / 2 - start_s for each in (even, uneven)]
+    assert sent_s[1] == pytest.approx(1.5 * sent_s[0])
+    times = [block_time(each, layout, Kernels()) for each in (even, uneven)]
+    assert times[1].last_matmul_s == pytest.approx(1.5 * times[0].last_matmul_s)
+    assert block_time(even, Layout(), Kernels()) == block_time(uneven, Layout(), Kernels())
+
+
+@pytest.mark.parametrize("features", [Features(), FSDP2])
+def test_the_fullest_rank_holds_more_copies_of_tokens(features):
+    even, uneven = (scenario(replace(EIGHT, imbalance=each), features=features) for each in (1.0, 1.5))
+    layout = Layout(dp_shard=8, ep=4)
+    held = [block_bytes_per_token(each, layout, Kernels())[0] for each in (even, uneven)]
+    copies = 2 * 2 * (1000 + 4 * 500)  # two of each token: what experts read, and the same inside
+    assert held[1] - held[0] == pytest.approx(0.5 * copies)
+    assert block_bytes_per_token(even, Layout(), Kernels()) == block_bytes_per_token(uneven, Layout(), Kernels())
