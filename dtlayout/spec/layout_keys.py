@@ -67,8 +67,8 @@ class LayoutKeys(Offload):
     tp: int = ranged("must be at least 1", 1)
     """Tensor-parallel degree: ranks that share every matmul; keep it inside one node."""
     ep: int = ranged("must be at least 1", 1)
-    """Expert-parallel degree: ranks of a stage that share its experts. They are neighbours among the ranks of dp, cp
-    and tp. Experts can only be predicted."""
+    """Expert-parallel degree: ranks of a stage that share its experts. They are neighbours among the ranks of
+    dp_shard, cp and tp; keep them inside one node."""
     sequence_parallel: bool = True
     """Shard the residual stream and the norms over tp along the sequence; without effect at tp = 1."""
     tp_overlap: bool = False
