@@ -29,7 +29,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
         *_check_sequence_parallel(engine, layout),
         *_check_stages(engine, layout, model),
         *_check_tokens_of_experts(layout, model),
-        *_check_copies_of_experts(engine, layout, model),
+        *check_copies_of_experts(engine, layout.ep, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp),
     ])  # fmt: skip
 
 
@@ -145,12 +145,11 @@ def _check_tokens_of_experts(layout: Layout, model: ModelShape) -> list[Refusal]
     return [Refusal("sequence_parallel", what, "use sequence_parallel=true")]
 
 
-def _check_copies_of_experts(engine: Engine, layout: Layout, model: ModelShape) -> list[Refusal]:
-    """Copies of FSDP2's shards have all experts each: ep splits them among the ranks of one copy."""
-    ranks = layout.dp_shard * layout.cp * layout.tp
-    if not model.experts or layout.dp_replicate == 1 or engine.features.sharding != "fsdp2" or not ranks % layout.ep:
+def check_copies_of_experts(engine: Engine, ep: int, dp_replicate: int, copy_size: int) -> list[Refusal]:
+    """Copies of FSDP2's shards have all experts each: ep splits them among the `copy_size` ranks of one copy."""
+    if engine.features.sharding != "fsdp2" or dp_replicate == 1 or copy_size % ep == 0:
         return []
-    what = f"ep={layout.ep} does not divide dp_shard * cp * tp={ranks}, and copies of dp_replicate share no experts"
+    what = f"ep={ep} does not divide dp_shard * cp * tp={copy_size}, and copies of dp_replicate share no experts"
     return [Refusal("ep", what, "use a divisor, or dp_replicate=1")]
 
 

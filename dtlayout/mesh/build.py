@@ -18,6 +18,7 @@ from dtlayout.mesh.axes import (
     EP,
     EXPERT_COPIES,
     EXPERT_SHARDS,
+    TP,
     axis_sizes,
     expert_sizes,
 )
@@ -90,6 +91,18 @@ def build_expert_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) 
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     sharded = mesh[EXPERT_SHARDS] if sizes[EXPERT_COPIES] == 1 else mesh[EXPERT_COPIES, EXPERT_SHARDS]
     return ExpertMesh(mesh[EP], ShardMesh(sharded, _open_second_group(sharded, timeout_s)))
+
+
+def token_mesh(mesh: DeviceMesh, timeout_s: float = 0.0) -> DeviceMesh:
+    """The ranks of cp and tp as one axis: they share the tokens of a microbatch. `mesh` remembers it.
+
+    Call it on all ranks; `timeout_s` is as for `build_mesh`.
+    """
+    axes = [axis for axis in (CP, TP) if mesh[axis].size() > 1]
+    joined = mesh[CP, TP]._flatten("tokens") if len(axes) == 2 else mesh[(axes or [TP])[0]]
+    if timeout_s:
+        _set_pg_timeout(timedelta(seconds=timeout_s), joined.get_group())
+    return joined
 
 
 def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:

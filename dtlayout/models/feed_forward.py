@@ -53,8 +53,8 @@ class Mixture(nn.Module):
         assert shape.experts is not None, "only a block with experts has a mixture"
         self.rules = rules = shape.experts
         self.gate = nn.Linear(shape.hidden_size, rules.number, bias=False, dtype=dtype)
-        self.correction_bias = nn.Parameter(torch.zeros(rules.number, dtype=dtype), requires_grad=False) \
-            if rules.correction_bias else None  # fmt: skip
+        exact = torch.zeros(rules.number, dtype=torch.promote_types(dtype, torch.float32))  # small steps add up
+        self.correction_bias = nn.Parameter(exact, requires_grad=False) if rules.correction_bias else None
         self.experts = StackedFeedForward(shape, kernels, dtype)
         shared = rules.shared_ffn_size
         self.shared_expert = FeedForward(shape, kernels, dtype, shared) if shared else None

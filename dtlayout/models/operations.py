@@ -38,7 +38,7 @@ class Weight:
     trains: bool = True
     """Whether it is trained; a frozen weight has no gradient, no optimizer state and no reduction."""
     is_counter: bool = False
-    """Whether no gradient moves it, but what a step counts: each rank has all of it, in the format of the masters."""
+    """Whether no gradient moves it, but what a step counts: each rank has all of it, in fp32 or finer."""
 
     @property
     def numel(self) -> int:

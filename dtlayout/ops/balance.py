@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtlayout.ops.routing import share_out
 from dtlayout.spec.model_shape import Experts
 
 
@@ -45,25 +46,27 @@ def attach_losses(logits_TE: Tensor, scores_TE: Tensor, ends_E: Tensor, counts: 
 
     Balance loss: for each block coefficient · E · Σ f·P over the experts, f the fraction of a microbatch's copies and P
     the mean share of an expert in the scores, over all tokens of the microbatch (Switch Transformer, arXiv:2101.03961,
-    eq. 4). That is 1 where all is even. transformers has the experts of a token in it as a factor, and one mean over
-    all blocks. z loss: coefficient · mean square of the log-sum-exp of logits (arXiv:2202.08906, eq. 5).
+    eq. 4). Its factor of the coefficient is 1 where all is even. transformers has the experts of a token in it as a
+    factor, and one mean over all blocks. z loss: coefficient · mean square of the log-sum-exp of logits
+    (arXiv:2202.08906, eq. 5). Both are means over the targets of the global batch, of sums over all tokens: the fewer
+    tokens are targets, the more they weigh beside the main loss of a target.
     """
     if not torch.is_grad_enabled():
         return scores_TE
     rules = counts.rules
     copies_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    exact_TE = logits_TE.to(scores_TE.dtype)
-    shares_TE = scores_TE if rules.score == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True)
+    log_sums_T = logits_TE.to(scores_TE.dtype).logsumexp(-1)
+    shares_TE = scores_TE if rules.score == "softmax" else share_out(scores_TE)
     if not is_recomputing():
         with torch.no_grad():
-            squares, entropy = exact_TE.logsumexp(-1).square().sum(), torch.special.entr(shares_TE).sum()
+            squares, entropy = log_sums_T.square().sum(), torch.special.entr(shares_TE).sum()
             counts.add(copies_E, squares, entropy)
     loss = torch.zeros((), dtype=scores_TE.dtype, device=scores_TE.device)
     if rules.balance_loss:
         of_all_E = counts.sum_counts(copies_E.to(scores_TE.dtype))
         loss = loss + rules.balance_loss * rules.number * (of_all_E / of_all_E.sum() * shares_TE).sum()
     if rules.z_loss:
-        loss = loss + rules.z_loss * exact_TE.logsumexp(-1).square().sum()
+        loss = loss + rules.z_loss * log_sums_T.square().sum()
     if not (rules.balance_loss or rules.z_loss):
         return scores_TE
     return _Attach.apply(scores_TE, loss / counts.num_targets)

@@ -45,8 +45,13 @@ def weigh(scores_TE: Tensor, experts_TK: Tensor, rules: Experts) -> Tensor:
     """Weights [T, K] of the experts of a token, by which their results are multiplied."""
     chosen_TK = scores_TE.gather(1, experts_TK)
     if rules.normalized:
-        chosen_TK = chosen_TK / (chosen_TK.sum(-1, keepdim=True) + _TINY)
+        chosen_TK = share_out(chosen_TK)
     return chosen_TK if rules.scale == 1 else chosen_TK * rules.scale
+
+
+def share_out(scores: Tensor) -> Tensor:
+    """Scores divided by the sum of their row."""
+    return scores / (scores.sum(-1, keepdim=True) + _TINY)
 
 
 class Order(NamedTuple):

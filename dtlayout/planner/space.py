@@ -37,7 +37,13 @@ from typing import Any, NamedTuple, TypeVar
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.cache_keys import StateLayout
 from dtlayout.costmodel.engine import OWN_ENGINE
-from dtlayout.costmodel.engine_rules import check_data_parallel, check_recompute, check_zero, find_layout_lacks
+from dtlayout.costmodel.engine_rules import (
+    check_copies_of_experts,
+    check_data_parallel,
+    check_recompute,
+    check_zero,
+    find_layout_lacks,
+)
 from dtlayout.costmodel.scenario import (
     Scenario,
     count_state_shards,
@@ -209,6 +215,7 @@ class Space:
             for way in ways
             if not check_zero(engine, way.zero, pp)
             and not check_data_parallel(engine, dp // way.dp_shard, way.dp_shard)
+            and not check_copies_of_experts(engine, ep, dp // way.dp_shard, way.dp_shard * cp * tp)
             and self._allows_update(way.dp_shard)
         ]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.mesh.axes import CP, TP
-from dtlayout.mesh.build import ExpertMesh
+from dtlayout.mesh.build import ExpertMesh, token_mesh
 from dtlayout.models.feed_forward import Mixture
 from dtlayout.ops.loss import Head
 from dtlayout.plans.collectives import name_all_to_all, name_operator
@@ -52,7 +52,8 @@ def apply_plan(
         split_tensors(module, plan.tensor, mesh[TP])
     if experts is not None and experts.ep.size() > 1:
         split_experts(module, plan.experts, experts.ep)
-    share_counts(module, mesh)
+    if plan.balances_by_loss and mesh[CP].size() * mesh[TP].size() > 1:
+        share_counts(module, token_mesh(mesh))
     freeze(module, plan.frozen)
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])

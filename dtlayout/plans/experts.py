@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dtlayout.mesh.axes import CP, TP
 from dtlayout.models.feed_forward import Bring, Mixture, StackedFeedForward
 from dtlayout.ops.grouped import StackedLinear
 from dtlayout.ops.routing import invert, permute
@@ -104,12 +103,9 @@ def _exchange(x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], gro
     return wait(_operators.all_to_all_single(x.contiguous(), [*from_ranks], [*to_ranks], group.name))
 
 
-def share_counts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Have balance losses count the tokens of a whole microbatch, which the ranks of cp and tp share."""
-    if mesh[CP].size() * mesh[TP].size() == 1:
-        return
-    axes = [axis for axis in (CP, TP) if mesh[axis].size() > 1]
-    group = Group.of(mesh[axes[0]] if len(axes) == 1 else mesh[CP, TP]._flatten("tokens"))
+def share_counts(module: nn.Module, tokens_mesh: DeviceMesh) -> None:
+    """Have balance losses count the tokens of a whole microbatch, which the ranks of this mesh share."""
+    group = Group.of(tokens_mesh)
 
     def sum_counts(counts_E: Tensor) -> Tensor:
         return wait(_operators.all_reduce(counts_E.contiguous(), "sum", group.name))

@@ -80,6 +80,8 @@ class Plan(Offload):
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
+    balances_by_loss: bool = False
+    """Whether routers have a loss that counts the tokens of a microbatch, over all ranks of cp and tp."""
     counters: tuple[str, ...] = ()
     """Patterns of the parameters that no gradient moves, and of which each rank has all."""
 
@@ -124,6 +126,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         compile=kernels.compile,
         frozen=find_frozen(model),
         experts=experts,
+        balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
     )
 

@@ -135,6 +135,18 @@ def _check_split_backward(kernels: Kernels, request: KernelRequest) -> Iterator[
         )
 
 
+def _check_experts_compiled(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
+    """Counts of tokens break a graph, and inside a recomputation that keeps results nothing at all is compiled then."""
+    keeps = Recompute.parse(request.recompute).is_selective
+    if request.expert_widths and keeps and kernels.compiles_blocks:
+        yield Refusal(
+            "experts compiled",
+            f"kernels.compile={kernels.compile} would compile nothing of a block with experts beside "
+            f"layout.recompute={request.recompute}",
+            "use kernels.compile=none, or layout.recompute=none or full",
+        )
+
+
 def _check_offload(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
     """Activations that lie on the host are copied between blocks, which are no single program."""
     if request.offloads_activations and kernels.compile == "model":
@@ -180,7 +192,8 @@ def _check_repeatable(kernels: Kernels, request: KernelRequest) -> Iterator[Refu
 
 
 _RULES: tuple[Callable[[Kernels, KernelRequest], Iterator[Refusal]], ...] = (
-    _check_device, _check_packages, _check_parts, _check_expert_widths, _check_split_backward, _check_offload,
+    _check_device, _check_packages, _check_parts, _check_expert_widths, _check_split_backward,
+    _check_experts_compiled, _check_offload,
     _check_random_state, _check_repeatable,
 )  # fmt: skip
 
@@ -269,6 +282,8 @@ def _choose_compile(request: KernelRequest) -> tuple[Compile, str]:
         return "none", "the device is not known"
     if request.splits_backward:
         return "none", "the schedule splits backwards, and what is compiled does not"
+    if request.expert_widths and Recompute.parse(request.recompute).is_selective:
+        return "none", "experts are not compiled beside a recomputation that keeps results"
     if request.tp > 1 and request.recompute == "keep-matmuls":
         return "none", "keep-matmuls at tp > 1 has not been compiled on CUDA"
     return "blocks", "it fuses what is elementwise, and spares the host"

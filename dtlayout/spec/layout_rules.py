@@ -30,6 +30,8 @@ def find_broken(layout: LayoutKeys, model: ModelShape, batch: Batch) -> list[Ref
 def _check_tensor_parallel(layout: LayoutKeys, model: ModelShape, batch: Batch) -> list[Refusal]:
     tp = layout.tp
     sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size")}
+    if model.experts is not None and model.experts.shared_ffn_size:
+        sizes["experts.shared_ffn_size"] = model.experts.shared_ffn_size
     if layout.shards_sequence:
         sizes["seq_len"] = batch.seq_len
     broken = []

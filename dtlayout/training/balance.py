@@ -73,9 +73,12 @@ class Balance:
         """Numbers of a step, the same on every rank."""
 
     def begin(self, num_targets: Tensor) -> None:
-        """Call before the forwards of a step, with the number of targets in the global batch."""
+        """Call before the forwards of a step, with the number of targets in the global batch.
+
+        A batch without any trains nothing, routers neither.
+        """
         for mixture in self.mixtures.values():
-            mixture.counts.num_targets = num_targets
+            mixture.counts.num_targets = num_targets.masked_fill(num_targets == 0, torch.inf)
 
     def count(self) -> Tensor | None:
         """Counts of this rank's routers since the last call, fp64 [size]; their sum over all ranks is that of the step.
@@ -87,7 +90,8 @@ class Balance:
         if not rows:
             return None
         table = next(iter(rows.values())).new_zeros(self.num_blocks, self.width)
-        table[[*rows]] = torch.stack([*rows.values()])
+        for block, row in rows.items():  # one by one, since a list of places would be copied to the device
+            table[block] = row
         return table.flatten()
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.mesh.axes import PP
-from dtlayout.mesh.build import build_expert_mesh, build_mesh, open_reduction_group
+from dtlayout.mesh.build import build_expert_mesh, build_mesh, open_reduction_group, token_mesh
 from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
@@ -61,6 +61,8 @@ def assemble(
     schedule = schedule or make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
     mesh = build_mesh(layout, device_type, timeout_s)
+    if plan.balances_by_loss:
+        token_mesh(mesh, timeout_s)
     stages = schedule.placement.stages_of(mesh[PP].get_local_rank())
     modules: list[nn.Module] = [
         build_stage(model, kernels, precision, batch, slices[stage], left_out) for stage in stages

@@ -95,7 +95,7 @@ class TrainStep:
         """Launch a step and do not wait; it updates nothing if its numbers are not finite or exceed `limits`."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
         num_targets = count.clamp(min=1)  # without any target the loss is 0, and no NaN
-        self.balance.begin(num_targets)
+        self.balance.begin(count)
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=num_targets)
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         squared_norm = local_squared_norm(self.counted, self.mesh)

@@ -54,18 +54,25 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine, advice
 
 def test_a_mixture_of_experts_is_searched_for_engines_that_have_it():
     experts = Experts(number=8, per_token=2, ffn_size=512)
-    mixtures = {e: replace(scenario(e), model=replace(MODEL, experts=experts)) for e in ("megatron", "dtlayout")}
+    engines, model = ("megatron", "dtlayout", "nanotron"), replace(MODEL, experts=experts)
+    mixtures = {engine: replace(scenario(engine), model=model) for engine in engines}
     layout = Layout(dp_shard=4, ep=4)
     assert layout.is_legal(mixtures["megatron"].model, mixtures["megatron"].batch)
     assert find_refusals(mixtures["megatron"], layout, Kernels()) == []
-    refused = "model.experts: dtlayout has no mixture of experts; use a model without, or another engine"
-    assert find_refusals(mixtures["dtlayout"], Layout(dp_shard=4), Kernels()) == [refused]
+    assert find_refusals(mixtures["dtlayout"], layout, Kernels()) == []
+    (problem,) = find_refusals(mixtures["dtlayout"], Layout(dp_replicate=2, dp_shard=2, ep=4), Kernels())
+    assert problem == (
+        "ep=4 does not divide dp_shard * cp * tp=2, and copies of dp_replicate share no experts; use a divisor, or "
+        "dp_replicate=1"
+    )
+    refused = "model.experts: nanotron has no mixture of experts; use a model without, or another engine"
+    assert find_refusals(mixtures["nanotron"], Layout(dp_shard=4), Kernels()) == [refused]
     (problem,) = find_refusals(scenario("nanotron"), Layout(dp_shard=2, cp=2), Kernels())
     assert problem == "layout.cp=2 is nothing that nanotron has; use layout.cp=1"
     assert explain(mixtures["megatron"], layout, Kernels()).estimate.fits
     assert {degrees.ep for degrees in Space(mixtures["megatron"]).degrees} == {1, 2, 4}
     with pytest.raises(InvalidConfig, match=refused):
-        Space(mixtures["dtlayout"])
+        Space(mixtures["nanotron"])
 
 
 def test_a_search_that_is_held_to_backwards_in_two_parts_finds_what_the_trainer_runs():

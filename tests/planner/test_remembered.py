@@ -58,7 +58,7 @@ LAYOUTS = {
 """Changes of each field of a layout."""
 KERNELS = {
     "attention": ["sdpa-math", "sdpa-efficient"], "norm": ["eager"], "rope": ["liger"], "swiglu": ["liger"],
-    "loss": ["eager", "linear"], "compile": ["blocks"],
+    "loss": ["eager", "linear"], "experts": ["grouped"], "compile": ["blocks"],
 }  # fmt: skip
 """Other values of each kernel."""
 
@@ -127,7 +127,7 @@ def test_every_field_is_changed():
 
 
 WITH_EXPERTS = {
-    f"experts on {engine}": replace(on_gpus(engine), model=EXPERTS) for engine in ("megatron", "torchtitan")
+    f"experts on {engine}": replace(on_gpus(engine), model=EXPERTS) for engine in ("megatron", "torchtitan", "dtlayout")
 }
 """Scenarios whose engines have experts."""
 
