@@ -28,7 +28,6 @@ from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout
-from dtlayout.training.balance import Routing
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.metrics import (
     MemoryCurves,
@@ -42,6 +41,7 @@ from dtlayout.training.metrics import (
 )
 from dtlayout.training.observer import ObservedStep, Observer
 from dtlayout.training.result import StepResult
+from dtlayout.training.routing import Routing
 from dtlayout.training.trackers import Start, Trackers
 from dtlayout.training.trainer import Trainer
 

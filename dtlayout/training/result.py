@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from dtlayout.training.balance import Routing
+from dtlayout.training.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,12 +176,12 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
             "model.experts: nanotron has no mixture of experts; use a model without, or another engine",
         ),
         (
-            ("--gpu", "cpu", *(f"--model.experts.{name}=2" for name in EXPERTS)),
-            "model.experts: dtlayout has no mixture of experts; use a model without, or another engine",
+            ("--gpu", "cpu", *(f"--model.experts.{name}=2" for name in EXPERTS), "--model.experts.bias=true"),
+            "model.experts.bias=true can be predicted, not trained; use experts.bias=false",
         ),
         (
             ("--gpu", "cpu", *(f"--model.latent_attention.{name}=2" for name in LATENT)),
-            "model.latent_attention: dtlayout has no multi-head latent attention; use a model without",
+            "model.latent_attention can be predicted, not trained; use a model without",
         ),
         (
             ("--gpu", "cpu", "--model.window=8"),

@@ -44,7 +44,7 @@ LAYOUTS = {
     "tp": [{"tp": 1}, {"tp": 4}],
     "ep": [{"ep": 2}],
     "ep_overlap": [{"ep": 2, "ep_overlap": True}],
-    "ep_dispatcher": [{"dp_shard": 8, "ep": 8, "ep_dispatcher": "deepep"}],
+    "ep_dispatcher": [{"dp_shard": n, "ep": n, "ep_dispatcher": "deepep"} for n in (8, 4)],
     "sequence_parallel": [{"sequence_parallel": False}],
     "tp_overlap": [{"tp_overlap": True}],
     "micro_batch": [{"micro_batch": 4}],
