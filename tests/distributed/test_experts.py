@@ -50,16 +50,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SELDOM = ("no ep", "tp without ep", "cp", "pp", "offloaded and recomputed")
+"""Layouts whose axes others have too."""
+
+
+@pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name not in SELDOM))
 def test_every_layout_of_experts_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
     case = Case(LAYOUTS[name], model=MIXTURE)
     size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
     assert size <= 1e-10, whose
 
 
-@pytest.mark.parametrize(
-    "name", mostly_thorough(LAYOUTS, lambda _, name: name in ("shards of experts", "tp", "cp and tp", "pp and tp"))
-)
+@pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name in ("shards of experts", "cp and tp")))
 def test_five_updates_of_a_balanced_router_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
     """Biases that counts move, groups, and both losses of the router, whose experts' tokens a microbatch counts."""
     case = Case(LAYOUTS[name], model=BALANCED, num_steps=5)
@@ -71,7 +73,9 @@ def test_a_step_that_is_left_out_moves_no_bias(ranks4: Ranks) -> None:
     assert ranks4.run(skip_between_steps, Case(LAYOUTS["shards of experts"], model=BALANCED)) == [True] * 4
 
 
-@pytest.mark.parametrize("name", ["ep alone", "shards of experts", thorough("tp"), "cp and tp", "split backwards"])
+@pytest.mark.parametrize(
+    "name", [thorough("ep alone"), "shards of experts", thorough("tp"), "cp and tp", thorough("split backwards")]
+)
 def test_ranks_whose_experts_get_no_token_take_part(ranks4: Ranks, name: str) -> None:
     """All tokens go to one expert, or to experts of one rank alone; weights that are no shares have a gradient then."""
     assert MIXTURE.experts is not None
@@ -109,7 +113,7 @@ def legal_cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@pytest.mark.parametrize("num_examples", [10, thorough(30)])
+@pytest.mark.parametrize("num_examples", [6, thorough(30)])
 def test_random_layouts_of_experts_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
     @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=legal_cases())
