@@ -9,7 +9,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of
-from dtlayout.models.operations import RoutedExperts
+from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.recompute import Recompute
 

@@ -411,10 +411,8 @@ def block_ep_s(scenario: Scenario, layout: Layout) -> float:
     """Seconds of ep's exchanges in a block's forward: k copies of each token go to their experts, and come back."""
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
-    size, count = (
-        copied_bytes(scenario, layout, experts) / experts.per_token,
-        count_exchanges(scenario, Recompute.parse("none")).forward,
-    )
+    size = copied_bytes(scenario, layout, experts) / experts.per_token
+    count = count_exchanges(scenario, Recompute.parse("none")).forward
     return count * exchange_s(scenario, layout, size, experts.per_token)
 
 

@@ -148,8 +148,8 @@ class Features:
     kept_matmuls: float = 1.0
     """Share of a block's matmuls whose results selective recomputation keeps, if it keeps any."""
     nests_experts: bool = False
-    """Whether experts that other ranks share than the rest of a block are gathered and reduced by themselves, as our
-    trainer's are, and each tensor of its mixtures is known."""
+    """True if experts are gathered and reduced as a unit of their own, by other ranks than the rest of their block. Our
+    trainer does so, and predictions then count each tensor of its mixtures."""
     sends_tokens_once: bool = False
     """Whether a token goes once to a node where several experts compute it, as in DeepEP; else a copy goes to each
     expert."""

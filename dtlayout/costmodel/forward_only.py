@@ -10,7 +10,7 @@ from dtlayout.spec.model_shape import ModelShape
 
 
 def has_forward_only(model: ModelShape) -> bool:
-    """Whether the first blocks of a model have no backward."""
+    """True if the first blocks of a model have no backward."""
     return count_frozen_first(model) > 0
 
 

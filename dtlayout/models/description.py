@@ -16,19 +16,21 @@ from dtlayout.models.operations import (
     Activation,
     Linear,
     Norm,
-    Operation,
     Residual,
     Rotary,
-    RoutedExperts,
     SelfAttention,
     Weight,
 )
+from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.spec.model_shape import ModelShape
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
 ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
 """Names of the places that depend on where tokens stand: tables, and functions of a model or of each block."""
+
+
+Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Residual
 
 
 @dataclass(frozen=True)

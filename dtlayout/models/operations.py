@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, Literal
 
-from dtlayout.models.mixture_tape import MixtureSizes, record_mixture
 from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.recompute import Kept
 from dtlayout.spec.roles import Role
@@ -52,7 +51,7 @@ class Weight:
         return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
 
 
-class _Operation:
+class BaseOperation:
     """Facts that all operations say."""
 
     weights: ClassVar[tuple[Weight, ...]] = ()
@@ -67,12 +66,13 @@ class _Operation:
         raise NotImplementedError(f"{type(self).__name__} does not say what it reads, makes and saves")
 
 
-def _name_trained(weights: Iterable[Weight]) -> tuple[str, ...]:
+def name_trained(weights: Iterable[Weight]) -> tuple[str, ...]:
+    """Names of the weights that are trained."""
     return tuple(weight.name for weight in weights if weight.trains)
 
 
 @dataclass(frozen=True)
-class Norm(_Operation):
+class Norm(BaseOperation):
     """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
 
     module: str
@@ -105,7 +105,7 @@ class Norm(_Operation):
         # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
         kept = read if self.is_of_heads else read._replace(name=f"{self.module}.input")
         rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
-        weights = _name_trained(self.weights)
+        weights = name_trained(self.weights)
         if not options.separate_norms:
             return (TapeEntry("norm", (read,), (made,), (kept, rows), weights),)
         product = exact if options.keeps_exact_product else read
@@ -119,7 +119,7 @@ class Norm(_Operation):
 
 
 @dataclass(frozen=True)
-class Linear(_Operation):
+class Linear(BaseOperation):
     """A matmul with a weight."""
 
     kept_as = "matmuls"
@@ -174,112 +174,13 @@ class Linear(_Operation):
             )
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
-            _name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
+            name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
         )  # fmt: skip
         return (matmul, *closing)
 
 
 @dataclass(frozen=True)
-class RoutedExperts(_Operation):
-    """Feed-forwards, each for those tokens that the matmul before them, a router, sends it; and the sum of a token's.
-
-    ep splits the experts and tokens travel to them; tp splits no expert, but shares out the tokens.
-    """
-
-    kept_as = "matmuls"
-    module: str
-    """The module's name in the block."""
-    reads: str
-    """Tensor whose tokens it computes."""
-    router: str
-    """Tensor of the experts' scores for each token."""
-    number: int
-    """Experts."""
-    per_token: int
-    """Experts that compute a token."""
-    width: int
-    """Elements of a token outside of an expert."""
-    inner_width: int
-    """Elements of a token inside one."""
-    gated: bool
-    """Whether the activation multiplies two tensors."""
-    bias: bool = False
-    """Whether each matmul adds one to its outputs."""
-    trains: bool = True
-    """Whether its weights are trained."""
-    correction_bias: bool = False
-    """Whether the choice of experts reads a bias of each, which no gradient moves."""
-    normalized: bool = True
-    """Whether a token's scores are divided by their sum."""
-    keeps_logits: bool = False
-    """Whether a loss of the router's logits keeps them in the exact format."""
-
-    @property
-    def num_opening(self) -> int:
-        """Matmuls of an expert before its activation: gate and up, or up alone."""
-        return 2 if self.gated else 1
-
-    @property
-    def active_share(self) -> float:  # type: ignore[override]
-        """Experts of a token among all."""
-        return self.per_token / self.number
-
-    @cached_property
-    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
-        """A stack of each matrix."""
-        opening, closing = (self.number, self.inner_width, self.width), (self.number, self.width, self.inner_width)
-        names = ("gate_proj", "up_proj")[-self.num_opening :]
-        stack = partial(Weight, is_of_experts=True, trains=self.trains)
-        stacks = [stack(f"{self.module}.{name}.weight", opening, "normal", "expert") for name in names]
-        stacks.append(stack(f"{self.module}.down_proj.weight", closing, "residual", "expert"))
-        biases = [
-            stack(each.name.replace(".weight", ".bias"), each.shape[:2], "zeros", "vector")
-            for each in stacks * self.bias
-        ]
-        return (*stacks, *biases, *self._counters)
-
-    @property
-    def _counters(self) -> tuple[Weight, ...]:
-        name = f"{self.module.rpartition('.')[0]}.correction_bias"
-        counter = Weight(name, (self.number,), "zeros", "vector", trains=False, is_counter=True)
-        return (counter,) * self.correction_bias
-
-    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
-        """Tokens are copied for their experts, which are a feed-forward, and their results are added up.
-
-        Gate and up are one entry: both gradients of what they read come before those of their weights.
-        """
-        if options.is_own_mixture:
-            sizes = MixtureSizes(*(getattr(self, name) for name in MixtureSizes._fields))
-            return tuple(record_mixture(sizes, _name_trained(self.weights), options, _record_activation))
-        tokens, scores = BlockTensor(self.reads, self.width, "stream"), BlockTensor(self.router, self.number, "stream")
-        copies_of_token = self.per_token * options.fullest
-        outer = partial(BlockTensor, width=copies_of_token * self.width, spread="branch")
-        inner = partial(BlockTensor, width=copies_of_token * self.inner_width, spread="branch")
-        copies, results = outer(f"{self.module}.copies"), outer(f"{self.module}.results")
-        opened = tuple(inner(f"{self.module}.{name}") for name in ("gate_proj", "up_proj")[-self.num_opening :])
-        active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
-        closing = tuple(name for name in _name_trained(self.weights) if f"{self.module}.down_proj." in name)
-        opening = tuple(name for name in _name_trained(self.weights) if name not in closing)
-        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
-        saves = self.trains or options.trains_all
-        return (
-            TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
-            matmul(
-                (copies,),
-                opened,
-                (copies._replace(format="cast"),) * saves,
-                opening,
-                (copies,) * self.num_opening,
-            ),
-            *_record_activation(opened, active, options),
-            matmul((active,), (results,), (active,) * saves, closing),  # keeps what the activation gave it as that is
-            TapeEntry("combine", (results,), (summed,)),
-        )
-
-
-@dataclass(frozen=True)
-class Rotary(_Operation):
+class Rotary(BaseOperation):
     """The rotary embedding of queries and keys, in fp32 or finer inside."""
 
     width: int
@@ -298,7 +199,7 @@ class Rotary(_Operation):
 
 
 @dataclass(frozen=True)
-class SelfAttention(_Operation):
+class SelfAttention(BaseOperation):
     """Causal attention; it keeps queries, keys, values and its output."""
 
     kept_as = "attention"
@@ -362,7 +263,7 @@ class SelfAttention(_Operation):
 
 
 @dataclass(frozen=True)
-class Activation(_Operation):
+class Activation(BaseOperation):
     """silu(gate) · up, or without a gate the activation function alone."""
 
     module: str
@@ -376,10 +277,10 @@ class Activation(_Operation):
         """The activation, or silu and the product each by itself."""
         names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         opened = tuple(BlockTensor(f"{self.module}.{name}", self.width, "branch") for name in names)
-        return _record_activation(opened, BlockTensor(f"{self.module}.active", self.width, "branch"), options)
+        return record_activation(opened, BlockTensor(f"{self.module}.active", self.width, "branch"), options)
 
 
-def _record_activation(
+def record_activation(
     opened: tuple[BlockTensor, ...], active: BlockTensor, options: TapeOptions
 ) -> tuple[TapeEntry, ...]:
     """Entries from results of opening matmuls, gate and up or up alone, to the activation's result."""
@@ -396,7 +297,7 @@ def _record_activation(
 
 
 @dataclass(frozen=True)
-class Residual(_Operation):
+class Residual(BaseOperation):
     """A branch is added to the residual stream."""
 
     width: int
@@ -406,6 +307,3 @@ class Residual(_Operation):
         """The sum; its gradient is that of both of its inputs, and nothing is saved."""
         hidden = BlockTensor(HIDDEN, self.width, "stream")
         return (TapeEntry("residual", (hidden,), (hidden,)),)
-
-
-Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Residual

@@ -16,6 +16,7 @@ Legend: B batch, S sequence, t ranks, s = S / t, D model width.
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -118,6 +119,25 @@ def begin_gather(x: Tensor, group: Group) -> Tensor:
 def begin_scatter(x: Tensor, group: Group) -> Tensor:
     """This rank's part [B, …] of the sum of the ranks' tensors [t·B, …]; call `wait` before it is read."""
     return _operators.reduce_scatter_tensor(x, "sum", group.size, group.name)
+
+
+def begin_exchange(x: Tensor, group: Group, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+    """Rows that come from each rank, one after the other, for rows that go to each; call `wait` before it is read."""
+    return _operators.all_to_all_single(x.contiguous(), [*from_ranks], [*to_ranks], group.name)
+
+
+def exchange(x: Tensor, group: Group, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+    """`begin_exchange`, waited for at once; backward sends the gradient's rows back."""
+    return Moved.apply(
+        x,
+        group,
+        partial(_exchange, to_ranks=to_ranks, from_ranks=from_ranks),
+        partial(_exchange, to_ranks=from_ranks, from_ranks=to_ranks),
+    )
+
+
+def _exchange(x: Tensor, group: Group, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+    return wait(begin_exchange(x, group, to_ranks, from_ranks))
 
 
 def wait(x: Tensor) -> Tensor:

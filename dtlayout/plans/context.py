@@ -48,13 +48,12 @@ from dtlayout.ops.documents import Documents, share_positions
 from dtlayout.ops.partial import join
 from dtlayout.ops.rope import RotaryEmbedding
 from dtlayout.plans.attention_tiles import AttentionTile, Queries
-from dtlayout.plans.collectives import Group, Moved, begin_gather, begin_scatter, wait
+from dtlayout.plans.collectives import Group, Moved, begin_exchange, begin_gather, begin_scatter, wait
 from dtlayout.plans.plan import match_names
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, own_parts
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import find_kernel
 
-_operators = torch.ops._c10d_functional
 ATTENTION_OPERATOR = "dtlayout.context_attention.default"
 """Name of the operator of ring and gather, whose result selective recomputation keeps."""
 ContextChange = Callable[[nn.Module, str, str, Group], None]
@@ -157,7 +156,7 @@ def _give_tokens(x_BHSK: Tensor, group: Group) -> Tensor:
 def _exchange(by_rank: Tensor, group: Group) -> Tensor:
     """[cp, …] by receiving rank → [cp, …] by sending rank."""
     equal = [1] * group.size
-    return wait(_operators.all_to_all_single(by_rank.contiguous(), equal, equal, group.name))
+    return wait(begin_exchange(by_rank, group, equal, equal))
 
 
 # Ring and gather: tile after tile of the keys
@@ -279,7 +278,7 @@ def _begin_pass(x: Tensor, group: Group) -> Tensor:
     """The tensor of the rank before, flat, still to be waited for; `x` goes to the next rank."""
     to_ranks, from_ranks = [0] * group.size, [0] * group.size
     to_ranks[(group.rank + 1) % group.size] = from_ranks[group.rank - 1] = x.numel()
-    return _operators.all_to_all_single(x.reshape(-1), from_ranks, to_ranks, group.name)
+    return begin_exchange(x.reshape(-1), group, to_ranks, from_ranks)
 
 
 @composite("dtlayout::context_attention")

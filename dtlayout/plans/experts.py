@@ -15,7 +15,7 @@ it has to say how large the results will be. All-to-alls of a block and a microb
 Legend: D model width, E experts, e = E / ep of them on a rank, R copies of tokens, N copies that a rank gets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dtlayout.models.feed_forward import Bring, Mixture, StackedFeedForward
 from dtlayout.ops.grouped import StackedLinear
 from dtlayout.ops.routing import invert, permute
-from dtlayout.plans.collectives import Group, Moved, wait
+from dtlayout.plans.collectives import Group, all_reduce, exchange
 from dtlayout.plans.plan import match_names
+from dtlayout.plans.styles import local
 
-_operators = torch.ops._c10d_functional
 ReadCounts = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
 """(copies [ep, e] for each rank's experts, copies [ep, e] from each rank, copies R of this rank's tokens) → how many go
 to each rank, and come."""
@@ -48,8 +48,7 @@ def split_experts(module: nn.Module, pattern: str, ep_mesh: DeviceMesh) -> None:
 
 class _SplitStack(StackedLinear):
     def forward(self, x: Tensor, ends: Tensor, scores: Tensor | None = None) -> Tensor:
-        assert isinstance(self.weight, DTensor), "ep makes it one"
-        return self.multiply(x, self.weight.to_local(), ends, self.kernel, scores)
+        return self.multiply(x, local(self.weight), ends, self.kernel, scores)
 
 
 def read_counts(sent: Tensor, received: Tensor, num_copies: int) -> tuple[list[int], list[int]]:
@@ -69,19 +68,14 @@ class TokenExchange:
     def __call__(self, x_RD: Tensor, scores_R: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Bring]:
         sent = ends_E.diff(prepend=ends_E.new_zeros(1)).unflatten(0, (self.group.size, -1))
         equal = [1] * self.group.size
-        received = _exchange(sent, equal, equal, self.group)
+        received = exchange(sent, self.group, equal, equal)
         to_ranks, from_ranks = self.read_counts(sent, received, x_RD.shape[0])
-        there = partial(_exchange, to_ranks=to_ranks, from_ranks=from_ranks)
-        back = partial(_exchange, to_ranks=from_ranks, from_ranks=to_ranks)
-        x_ND = Moved.apply(x_RD, self.group, _in_turn(there), _in_turn(back))
-        scores_N = Moved.apply(scores_R, self.group, _in_turn(there), _in_turn(back))
+        x_ND, scores_N = (exchange(each, self.group, to_ranks, from_ranks) for each in (x_RD, scores_R))
         order, ends = _order_by_expert(received, sum(from_ranks))
         inverse = invert(order)
 
         def bring_back(results_ND: Tensor) -> Tensor:
-            by_rank_ND = permute(results_ND, inverse, order)
-            results_RD: Tensor = Moved.apply(by_rank_ND, self.group, _in_turn(back), _in_turn(there))
-            return results_RD
+            return exchange(permute(results_ND, inverse, order), self.group, from_ranks, to_ranks)
 
         return permute(x_ND, order, inverse), permute(scores_N, order, inverse), ends, bring_back
 
@@ -94,22 +88,9 @@ def _order_by_expert(received: Tensor, num_copies: int) -> tuple[Tensor, Tensor]
     return expert_of_N.argsort(stable=True), received.sum(0).cumsum(0).to(torch.int32)
 
 
-def _in_turn(exchange: Callable[..., Tensor]) -> Callable[[Tensor, Group], Tensor]:
-    return lambda x, group: exchange(x, group=group)
-
-
-def _exchange(x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Tensor:
-    """Rows that came from each rank, one after the other, for rows that go to each."""
-    return wait(_operators.all_to_all_single(x.contiguous(), [*from_ranks], [*to_ranks], group.name))
-
-
 def share_counts(module: nn.Module, tokens_mesh: DeviceMesh) -> None:
     """Have balance losses count the tokens of a whole microbatch, which the ranks of this mesh share."""
-    group = Group.of(tokens_mesh)
-
-    def sum_counts(counts_E: Tensor) -> Tensor:
-        return wait(_operators.all_reduce(counts_E.contiguous(), "sum", group.name))
-
+    sum_counts = partial(all_reduce, group=Group.of(tokens_mesh))
     for mixture in (part for part in module.modules() if isinstance(part, Mixture)):
         mixture.counts.sum_counts = sum_counts
 

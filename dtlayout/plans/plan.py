@@ -29,9 +29,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY
+from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Operation
 from dtlayout.models.families import describe
-from dtlayout.models.operations import Linear, Norm, Operation
+from dtlayout.models.operations import Linear, Norm
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload

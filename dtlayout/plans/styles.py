@@ -236,7 +236,7 @@ class _LocalVocabulary(Columns):
 
 def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
     """This rank's part of a parameter; its gradient is placed like the parameter, or as `gradient` says."""
-    assert isinstance(parameter, DTensor), "tensor parallelism makes it one"
+    assert isinstance(parameter, DTensor), "tensor or expert parallelism makes it one"
     if torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=None if gradient is None else (gradient,))
     return _Local.apply(parameter, gradient)

@@ -54,14 +54,16 @@ def backward_with_experts(
     With `puts_off` the first part of a split one, in which no weights' gradients come.
     """
     place = next(i for i, each in enumerate(size.tape) if each.kind == "dispatch") + 1
-    (come, come_of_experts), has_gradient = (
-        ((lambda _: [],) * 2 if puts_off else (each.come for each in weights)),
-        {HIDDEN},
-    )
+    come, come_of_experts = [_put_off if puts_off else each.come for each in weights]
     last = walk_backward(size.tape[place:], come_of_experts, puts_off=puts_off)
-    has_gradient.update(name for each in size.tape[place:] for name in each.reads)
+    has_gradient = {HIDDEN, *(name for each in size.tape[place:] for name in each.reads)}
     first = walk_backward(size.tape[:place], come, has_gradient=has_gradient, puts_off=puts_off)
     return changes(*_again(size, recomputed), *last), changes(*first, (_A, size.block - recomputed - kept))
+
+
+def _put_off(names: Iterable[str]) -> Steps:
+    """No gradients come of these weights."""
+    return []
 
 
 def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: float) -> Phase:

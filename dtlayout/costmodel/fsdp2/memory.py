@@ -151,7 +151,7 @@ class _Stage:
         self.ends = tuple(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         """Units beside the blocks'."""
         self.is_frozen_first = chunk.embedding and not sharding.description.embedding.trains
-        """Whether gradients end at the first block with a backward, since the embedding is frozen."""
+        """True if the embedding is frozen, so that gradients end at the first block with a backward."""
         self.end = size.first_end if self.is_frozen_first and not self.differentiated else size.end
         """Steps of the final norm."""
         self.keeps_head = chunk.head and sharding.zero == 3

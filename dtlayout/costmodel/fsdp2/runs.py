@@ -26,7 +26,7 @@ class BlockRun(NamedTuple):
     """Bytes held in its forward's last branch."""
     num_blocks: int
     has_backward: bool
-    """Whether a weight is trained in them or before them."""
+    """True if a weight in these blocks, or before them in the stage, is trained."""
     experts: Unit | None = None
     """Unit of the experts of each, where they have one beside `unit`."""
     at_experts: float = 0.0

@@ -81,7 +81,7 @@ class Sizes:
             exchanges=layout.ep > 1,
         )
         self.has_own_mixture = self._options.is_own_mixture and self.description.experts is not None
-        """Whether blocks have experts of our own trainer, whose every tensor is known."""
+        """True if blocks have experts, and our trainer runs them: each of their tensors is known."""
         self.kept_matmuls = scenario.engine.features.kept_matmuls
         """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
         self.keeps_last = not kernels.compiles_blocks

@@ -74,7 +74,7 @@ class Unit:
 
     @property
     def is_nested(self) -> bool:
-        """Whether it is experts alone, inside a block's unit."""
+        """True for a unit of experts alone, which lies inside its block's unit."""
         return 0 < len(self.of_experts) == len(self.weights)
 
     @cached_property
@@ -181,7 +181,7 @@ class UnitBytes:
         self.sums_late = layout.zero == 1 or (self.is_hybrid and layout.splits_backward)
         """Whether gradients are whole until the last backward."""
         self.is_on_cpu = scenario.cluster.gpu.device_type == "cpu"
-        """Whether gloo reduces, which copies its input."""
+        """True on a CPU, where gloo reduces: it copies its input."""
         self.finish_backward = cache(self._finish_backward)
         """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
 
@@ -312,10 +312,8 @@ class UnitBytes:
         weights, accumulated = self.gradients_of(unit, is_first=is_first), self._accumulated(unit)
         takes_up = is_late or (self.sums_late and not is_first)
         unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
-        local, last = (
-            size * trained.count(),
-            size * prod([*trained.weights.values()][-1]) if self.ranks(unit) > 1 else 0,
-        )
+        local = size * trained.count()
+        last = size * prod([*trained.weights.values()][-1]) if self.ranks(unit) > 1 else 0
         buffer, is_whole = self.reduction(unit), self.ranks(unit) == 1
         copy = buffer if (self.is_hybrid if is_whole else self.is_on_cpu) else 0
         out, shard = self.reduce * self.shard(trained), self.params * self.shard(trained)
