@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import ADAMW, load_each, start_and_save, start_from_hf, step_from_hf
+from checkpoint_ranks import ADAMW, join_starts, load_each, start_and_save, start_from_hf, step_from_hf
 from hf_models import MADE, save_made
 from launching import launch, read_lines
 from resuming import list_scheduled
@@ -67,12 +67,7 @@ def test_every_layout_starts_from_the_bits_of_the_folder_and_reads_no_more_than_
     layouts = LAYOUTS_OF_TIED if model.tied_embeddings else LAYOUTS
     by_rank = ranks4.run(start_from_hf, layouts, model, folder, timeout_s=150)
     for number, layout in enumerate(layouts):
-        found, num_read = {}, 0
-        for rank in by_rank:
-            weights, read, held = rank[number]
-            found |= weights
-            num_read += read
-            assert read <= held
+        found, num_read = join_starts(by_rank, number)
         assert found.keys() == {name for name, _ in list_weights(model)}
         for name, value in found.items():
             np.testing.assert_array_equal(value, stored[name], err_msg=f"{layout} {name}")

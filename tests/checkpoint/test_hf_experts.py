@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import start_and_save, start_from_hf
+from checkpoint_ranks import join_starts, start_and_save, start_from_hf
 from hf_models import DOTS1, MIXTURES, open_made, read_by_transformers, save_made
 from launching import launch
 from safetensors.torch import load_file, save_file
@@ -135,12 +135,7 @@ def test_every_rank_reads_the_experts_that_it_has_and_no_others(ranks4, folder):
     model, stored = find_model(str(folder)), read_by_transformers(folder)
     by_rank = ranks4.run(start_from_hf, LAYOUTS, model, folder, timeout_s=150)
     for number, layout in enumerate(LAYOUTS):
-        found, num_read = {}, 0
-        for rank in by_rank:
-            weights, read, held = rank[number]
-            found |= weights
-            num_read += read
-            assert read <= held
+        found, num_read = join_starts(by_rank, number)
         assert found.keys() == {name for name, _ in list_weights(model)}
         for name, value in found.items():
             np.testing.assert_array_equal(value, stored[name].numpy(), err_msg=f"{layout} {name}")

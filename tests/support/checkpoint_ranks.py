@@ -169,6 +169,21 @@ class CountingSlice:
         return tensor
 
 
+def join_starts(by_rank: list[Any], number: int) -> tuple[State, int]:
+    """Weights that all ranks got in one layout of `start_from_hf`, and elements that they read.
+
+    AssertionError if a rank reads more than it holds.
+    """
+    found: State = {}
+    num_read = 0
+    for rank in by_rank:
+        weights, read, held = rank[number]
+        found |= weights
+        num_read += read
+        assert read <= held
+    return found, num_read
+
+
 def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> list[tuple[State, int, int]]:
     """For each layout the parameters of a Hugging Face folder, the elements that this rank read, and those it holds."""
     results = []
