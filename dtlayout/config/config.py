@@ -72,6 +72,8 @@ class Config:
     def to_toml(self) -> str:
         """A TOML file that loads to this config again."""
         tables = asdict(self)
+        if (adapter := tables["model"].pop("adapter")) is not None:
+            tables["adapter"] = adapter
         if self.data.mixture:  # which stands in place of them: defaults would say that they are read
             for key in ("source", "split"):
                 if getattr(self.data, key) == getattr(DataConfig, key):

@@ -6,7 +6,7 @@ problems come in one InvalidConfig. `[model]` starts from the preset that `name`
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dtlayout.config.sections import TrainConfig
 from dtlayout.models.beside import KEPT, TOKENIZER, has_other_tokenizer
 from dtlayout.models.files import complete
 from dtlayout.models.presets import PRESETS
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
@@ -69,6 +70,12 @@ def parse_config(tables: dict[str, Any]) -> Config:
         problems += error.problems
         model = asdict(PRESETS["debug"])  # so that the other sections are checked too
     try:
+        adapter = _read_adapter(tables)
+        model = {**model, "adapter": adapter} if adapter and isinstance(model, dict) else model
+    except InvalidConfig as error:
+        problems += error.problems
+    tables = {name: table for name, table in tables.items() if name != "adapter"}
+    try:
         tables = _choose_tokenizer(tables)
     except InvalidConfig as error:
         problems += error.problems
@@ -80,6 +87,18 @@ def parse_config(tables: dict[str, Any]) -> Config:
     if problems:
         raise InvalidConfig(problems)
     return config
+
+
+def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The [adapter] of the tables, with all of its keys; None without one.
+
+    It is part of the model (`ModelShape.adapter`): it says which weights there are.
+    """
+    model = tables.get("model")
+    if isinstance(model, dict) and model.get("adapter") is not None:
+        raise InvalidConfig("model.adapter is a section of its own: write [adapter]")
+    given = tables.get("adapter")
+    return None if given is None else asdict(toml.parse(given, Adapter, "adapter"))
 
 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dtlayout.base import toml
+from dtlayout.base.validators import Ranged
 from dtlayout.config.config import Config
 from dtlayout.spec.optimizers import OPTIMIZERS
 
@@ -78,7 +79,8 @@ def _list_tables(name: str, of: type, brackets: str = "[{}]") -> Iterator[Sectio
     yield _describe(brackets.format(name), of)
     for key, hint in get_type_hints(of).items():
         for inner in (each for each in get_args(hint) if isinstance(each, type) and is_dataclass(each)):
-            yield from _list_tables(f"{name}.{key}", inner, "[[{}]]" if get_origin(hint) is tuple else "[{}]")
+            where = inner.section if issubclass(inner, Ranged) else f"{name}.{key}"  # [adapter] is no [model.adapter]
+            yield from _list_tables(where, inner, "[[{}]]" if get_origin(hint) is tuple else "[{}]")
 
 
 def _describe(title: str, of: type) -> Section:

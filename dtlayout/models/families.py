@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.adapters import adapt, find_unmatched
 from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.operations import Weight
 from dtlayout.models.presets import PRESETS
@@ -128,15 +129,25 @@ def find_family(name: str) -> Family:
 
 @lru_cache(maxsize=256)
 def describe(model: ModelShape) -> Description:
-    """The operations and weights of a model; InvalidConfig if its family is not known.
+    """The operations and weights of a model, with those of its adapter; InvalidConfig if its family is not known.
 
     Where embeddings are tied, the head's weight has the role of the embedding, and is trained if that is.
     """
     described = find_family(model.family).describe(model)
+    if model.adapter is not None:
+        described = adapt(described, model.adapter)
     if not model.tied_embeddings:
         return described
     role, trains = described.embedding.role, described.embedding.trains
     return replace(described, head=replace(described.head, role=role, trains=trains))
+
+
+def find_adapter_problems(model: ModelShape) -> list[str]:
+    """Reasons why a model cannot have its adapter, one line each; empty without one."""
+    if model.adapter is None:
+        return []
+    kinds = [kind for kind, _ in model.base.kinds(range(model.num_layers))]
+    return find_unmatched([describe(kind) for kind in kinds], model.adapter)
 
 
 @lru_cache(maxsize=256)

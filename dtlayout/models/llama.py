@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dtlayout.models.adapted import attach_adapters
 from dtlayout.models.feed_forward import FeedForward, Mixture
 from dtlayout.ops.attention import bind_attention, prepare_mask
 from dtlayout.ops.documents import Documents
@@ -51,6 +52,7 @@ class Llama(nn.Module):
         self.lm_head = Head(shape.hidden_size, shape.vocab_size, kernels.loss, dtype) if head else None
         if shape.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
+        attach_adapters(self, shape)
 
     def forward(
         self,

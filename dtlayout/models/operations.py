@@ -26,8 +26,9 @@ class Weight:
     """The parameter's name in HF's state dict: inside a block from there on, else whole."""
     shape: tuple[int, ...]
     """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
-    initial: Literal["normal", "residual", "ones", "zeros"]
-    """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
+    initial: Literal["normal", "residual", "fan-in", "ones", "zeros"]
+    """Initial values; "residual" are normal ones of a matrix that writes into the residual stream, "fan-in" normal ones
+    whose deviation follows from the number of inputs."""
     role: Role
     """The weight's part in the model, by which optimizers share the weights and decide what decays."""
     split: Literal[0, 1] | None = None
@@ -143,9 +144,14 @@ class Linear(BaseOperation):
     trains: bool = True
     """Whether its weights are trained."""
 
-    @cached_property
+    @property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """The matrix, and a bias that is split like its rows."""
+        return self.own_weights
+
+    @cached_property
+    def own_weights(self) -> tuple[Weight, ...]:
+        """The weights of the matmul itself, without those of an adapter beside it."""
         rows: Literal[0] | None = 0 if self.style == "colwise" else None
         matrix = Weight(
             f"{self.module}.weight", (self.outputs, self.inputs), "residual" if self.style == "rowwise" else "normal",
@@ -174,7 +180,7 @@ class Linear(BaseOperation):
             )
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
-            name_trained(self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
+            name_trained(self.own_weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
         )  # fmt: skip
         return (matmul, *closing)
 

@@ -35,10 +35,11 @@ class TapeEntry(NamedTuple):
 
     kind: Literal[
         "norm", "scale", "matmul", "rope", "attention", "activation", "residual", "gather", "sum",
-        "dispatch", "experts", "combine",
+        "dispatch", "experts", "combine", "add", "rescale",
     ]  # fmt: skip
     """Word for its computation or its message. A scale is the second half of a norm of separate operations. A gather
-    and a sum are tp's collectives. A dispatch copies tokens for experts, and a combine adds up their results."""
+    and a sum are tp's collectives. A dispatch copies tokens for experts, and a combine adds up their results. An add
+    joins an adapter to its matmul, and a rescale multiplies each element of a token by a factor."""
     reads: tuple[BlockTensor, ...]
     """Inputs that get a gradient."""
     makes: tuple[BlockTensor, ...]

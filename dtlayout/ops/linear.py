@@ -1,12 +1,20 @@
-"""Matmuls with weights, where a plan or a pipeline that splits backwards may replace the computation."""
+"""Linear layers, where plans, pipelines that split backwards and adapters replace one part of the computation each.
+
+`SplittableLinear.compute` is the one place where a linear layer is computed: plans call it with a rank's part of the
+weight, an adapter surrounds the matmul, and `multiply` is the matmul itself.
+"""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Project = Callable[..., tuple[Tensor, ...]]
 """(a tensor, some `nn.Linear`) → the output of each linear layer."""
+Multiply = Callable[[Tensor], Tensor]
+"""x [..., in] → x·wᵀ + b [..., out]."""
 
 
 def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -15,10 +23,19 @@ def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
 
 
 class SplittableLinear(nn.Linear):
-    """An `nn.Linear` whose backward can be split in two."""
+    """An `nn.Linear` of which each part can be replaced: the weight by a rank's part, the matmul, and what an adapter
+    computes around it."""
 
     multiply: Callable[..., Tensor] = staticmethod(F.linear)
     """`F.linear`, or a function that computes the same."""
+    adapt: Callable[[Any, Multiply, Tensor], Tensor] | None = None
+    """(this layer, its matmul, x) → the layer's output with its adapter (ops/adapters.py); None without one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight, self.bias)
+        return self.compute(x, self.weight, self.bias)
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The layer's output, of its weight and bias as they are given."""
+        if self.adapt is None:
+            return self.multiply(x, weight, bias)
+        return self.adapt(self, partial(self.multiply, weight=weight, bias=bias), x)

@@ -54,7 +54,7 @@ def apply_plan(
         split_experts(module, plan.experts, experts.ep)
     if plan.balances_by_loss and mesh[CP].size() * mesh[TP].size() > 1:
         share_counts(module, token_mesh(mesh))
-    freeze(module, plan.frozen)
+    freeze(module, plan.frozen, getattr(torch, plan.precision.compute))
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
@@ -77,20 +77,29 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
     for pattern, style in styles.items():
         for name in match_names(pattern, names):
             found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
-    below_inputs = tuple(f"{name}." for name, each in found.items() if isinstance(each, GatherInput))
+    below_inputs = [f"{name}." for name, each in found.items() if isinstance(each, GatherInput)]
     for name, each in found.items():
-        if isinstance(each, Colwise) and not name.startswith(below_inputs):
+        if isinstance(each, Colwise) and not name.startswith(tuple(below_inputs)):
             found[name] = ColwiseWithInputReduce()
+            below_inputs.append(f"{name}.")  # an adapter reads what its matmul does
     parallelize_module(module, tp_mesh, found)
     for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
         for owner, _, attribute in (other.rpartition(".") for other in others):
             setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
-def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Have autograd compute no gradient of the parameters that these patterns name."""
+def freeze(module: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> None:
+    """Have autograd compute no gradient of the parameters that these patterns name, and hold them in `dtype`.
+
+    Parameters that were tied stay tied.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for name in list_parameters(module, patterns):
-        module.get_parameter(name).requires_grad_(False)
+        owner, _, attribute = name.rpartition(".")
+        before = module.get_parameter(name)
+        if before not in made:
+            made[before] = nn.Parameter(before.detach().to(dtype), requires_grad=False)
+        setattr(module.get_submodule(owner), attribute, made[before])
 
 
 def prepare_blocks(

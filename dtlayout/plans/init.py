@@ -49,6 +49,7 @@ def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, devic
 
     As the model's description says: norms are 1, biases 0, matrices normal with `INIT_STD`; those that write into the
     residual stream have it divided by sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that it does not grow with depth.
+    An adapter's first matrix has a variance of a third over the number of inputs, as in PEFT.
     """
     allocate(modules, device)
     constants = {"ones": 1.0, "zeros": 0.0}
@@ -58,7 +59,8 @@ def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, devic
         if weight.initial in constants:
             nn.init.constant_(parameter, constants[weight.initial])
         else:
-            fill_normal(parameter, stds[weight.initial], seed, model.aliases.get(name, name))
+            std = stds.get(weight.initial, 1 / math.sqrt(3 * weight.shape[-1]))
+            fill_normal(parameter, std, seed, model.aliases.get(name, name))
 
 
 def find_place(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

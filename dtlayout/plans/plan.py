@@ -21,7 +21,8 @@ each microbatch:
 | head | two all-reduces, of one and of two numbers a token | all-reduce |
 | head-gather | all-gather, and these two | reduce-scatter |
 | head-norm | | (weight gradients: an all-reduce when gradients are synchronised) |
-| router | | (weight gradients: an all-reduce when gradients are synchronised) |
+| replicated, scale | | (weight gradients: an all-reduce when gradients are synchronised) |
+| rowwise-term, scale-split | | |
 """
 
 import re
@@ -29,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dtlayout.models.adapters import LowRankLinear, RescaledLinear
 from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Operation
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
@@ -41,7 +43,8 @@ from dtlayout.spec.recompute import Recompute
 
 TensorStyle = Literal[
     "colwise", "rowwise", "rowwise-scatter", "rowwise-overlap", "embedding", "embedding-scatter", "input",
-    "input-gather", "input-overlap", "sequence", "head", "head-gather", "head-norm", "router",
+    "input-gather", "input-overlap", "sequence", "head", "head-gather", "head-norm", "replicated", "rowwise-term",
+    "scale", "scale-split",
 ]  # fmt: skip
 
 
@@ -137,10 +140,12 @@ def needs_expert_mesh(model: ModelShape, layout: Layout) -> bool:
 
 
 def find_frozen(model: ModelShape) -> tuple[str, ...]:
-    """Patterns of the parameters that the model's description does not train, in its order."""
+    """Patterns of the frozen parameters of a model, in its order; none of what a step counts."""
     described, blocks = describe(model), _list_blocks(model)
     weights = ((pattern, weight) for pattern, operations in blocks for each in operations for weight in each.weights)
-    in_blocks = (f"{pattern}.{weight.name}" for pattern, weight in weights if not weight.trains)
+    in_blocks = (
+        f"{pattern}.{weight.name}" for pattern, weight in weights if not weight.trains and not weight.is_counter
+    )
     ends = (described.embedding, *described.final_norm.weights, described.head)
     return (*in_blocks, *(weight.name for weight in ends if not weight.trains))
 
@@ -167,10 +172,31 @@ def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
                 case Linear(style="rowwise"):
                     styles[f"{blocks}.{operation.module}"] = closing
                 case Linear(style="replicated"):
-                    styles[f"{blocks}.{operation.module}"] = "router"
+                    styles[f"{blocks}.{operation.module}"] = "replicated"
+            for module, style in _adapter_styles(operation).items():
+                styles[f"{blocks}.{module}"] = style
     if scatter:
         styles[FINAL_NORM] = "sequence"
     return styles | {HEAD: "head-gather" if scatter else "head"}
+
+
+def _adapter_styles(operation: Operation) -> dict[str, TensorStyle]:
+    """Module → style of each module of an adapter beside a matmul; empty without one.
+
+    Where the matmul is split by outputs, so is B, and each rank multiplies A whole. Where it is split by inputs, so is
+    A, and B turns each rank's term into one of the matmul's own, before the collective that adds them up. What every
+    rank has whole gets a term of its gradient on each.
+    """
+    match operation:
+        case LowRankLinear(names=(narrow, wide), style="colwise"):
+            return {narrow: "replicated", wide: "colwise"}
+        case LowRankLinear(names=(narrow, wide), style="rowwise"):
+            return {narrow: "rowwise-term", wide: "replicated"}
+        case LowRankLinear(names=(narrow, wide)):
+            return {narrow: "replicated", wide: "replicated"}
+        case RescaledLinear(name=vector, is_split=is_split):
+            return {vector: "scale-split" if is_split else "scale"}
+    return {}
 
 
 def _list_blocks(model: ModelShape) -> Iterator[tuple[str, tuple[Operation, ...]]]:

@@ -10,19 +10,19 @@ logits and their part of the loss, as in Megatron (arXiv:1909.08053, sec. 3). Le
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn import functional as F
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.ops.adapters import ScaleVector
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
@@ -71,7 +71,7 @@ class Colwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not a forward for each instance, for which torch.compile would compile each block anew.
         module.__class__ = _ColwiseLinear
-        return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0), bias=Shard(0)))
+        return _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
 
 
 class ColwiseWithInputReduce(GatherInput):
@@ -86,7 +86,7 @@ class ColwiseWithInputReduce(GatherInput):
 
 class _ColwiseLinear(SplittableLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return self.compute(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 class Rowwise(_CollectiveStyle):
@@ -96,7 +96,7 @@ class Rowwise(_CollectiveStyle):
         module.__class__ = _RowwiseLinear
         assert isinstance(module, _RowwiseLinear), "the style is for an nn.Linear"
         module.output_collective, module.group = self.collective, Group.of(device_mesh)
-        return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(1), bias=Replicate()))
+        return _distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
 
 
 class OverlappedRowwise(Rowwise):
@@ -122,7 +122,7 @@ class _RowwiseLinear(SplittableLinear):
 
     def join(self, x: Tensor) -> Tensor:
         """Sum over the ranks of x·wᵀ, or this rank's part of that sum."""
-        return self.output_collective(self.multiply(x, local(self.weight)), self.group)
+        return self.output_collective(self.compute(x, local(self.weight)), self.group)
 
 
 class _OverlappedRowwiseLinear(_RowwiseLinear):
@@ -136,7 +136,7 @@ class HeadNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RMSNorm), "heads are normalised by an RMSNorm"
         module.__class__ = _ShardedRMSNorm
-        return distribute_module(module, device_mesh)  # it replicates the weight
+        return _distribute(module, device_mesh, weight=Replicate())
 
 
 class SequenceNorm(SequenceParallel):
@@ -156,17 +156,59 @@ class _ShardedRMSNorm(RMSNorm):
         return self.function(x, local(self.weight, Partial()), self.eps)
 
 
-class Router(ParallelStyle):
-    """Style of an `nn.Linear` of this rank's tokens, whose weight's gradient is a term of a sum over tp."""
+class Replicated(ParallelStyle):
+    """Style of an `nn.Linear` that each rank has whole and whose weight's gradient is a term of a sum over tp.
+
+    It computes this rank's tokens (a router), opens a matmul that tp splits by outputs, or takes terms (an adapter).
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _ReplicatedLinear
-        return distribute_module(module, device_mesh)  # it replicates the weight
+        return _distribute(module, device_mesh, weight=Replicate())
 
 
 class _ReplicatedLinear(SplittableLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, local(self.weight, Partial()))
+        return self.compute(x, local(self.weight, Partial()))
+
+
+class RowwiseTerm(ParallelStyle):
+    """Splits an `nn.Linear` by its inputs, which come split, and leaves its outputs as terms of a sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _TermLinear
+        return _distribute(module, device_mesh, weight=Shard(1))
+
+
+class _TermLinear(SplittableLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x, local(self.weight))
+
+
+class Scale(ParallelStyle):
+    """Style of a `ScaleVector` that each rank has whole and whose gradient is a term of a sum over tp."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _WholeScale
+        return _distribute(module, device_mesh, weight=Replicate())
+
+
+class _WholeScale(ScaleVector):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * local(self.weight, Partial())
+
+
+class SplitScale(ParallelStyle):
+    """Splits a `ScaleVector` like the elements that it multiplies."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _SplitScale
+        return _distribute(module, device_mesh, weight=Shard(0))
+
+
+class _SplitScale(ScaleVector):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * local(self.weight)
 
 
 class VocabParallelEmbedding(_CollectiveStyle):
@@ -180,7 +222,7 @@ class VocabParallelEmbedding(_CollectiveStyle):
         assert isinstance(module, _SplitEmbedding), "the style is for an nn.Embedding"
         module.columns, module.output_collective = _LocalVocabulary(device_mesh), self.collective
         module.group = Group.of(device_mesh)
-        return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0)))
+        return _distribute(module, device_mesh, weight=Shard(0))
 
 
 class _SplitEmbedding(nn.Embedding):
@@ -200,7 +242,7 @@ class VocabParallelHead(GatherInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head), "only the head has a loss"
         module.columns = _LocalVocabulary(device_mesh)
-        distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0)))
+        _distribute(module, device_mesh, weight=Shard(0))
         return super()._apply(module, device_mesh)
 
 
@@ -259,9 +301,11 @@ class _Local(torch.autograd.Function):
         return DTensor(gradient[0].contiguous(), ctx.spec, requires_grad=False), None
 
 
-def _distribute(_: str, module: nn.Module, mesh: DeviceMesh, **placements: Any) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> nn.Module:
+    """Make a module's own parameters DTensors; modules inside of it, such as an adapter's, have styles of their own."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placements[name]])))
+    return module
 
 
 STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
@@ -278,5 +322,8 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": HeadNorm,
-    "router": Router,
+    "replicated": Replicated,
+    "rowwise-term": RowwiseTerm,
+    "scale": Scale,
+    "scale-split": SplitScale,
 }

@@ -8,6 +8,7 @@ from typing import Literal
 from dtlayout.base.formatting import shorten
 from dtlayout.base.refusals import Refusal
 from dtlayout.base.validators import Ranged, ranged
+from dtlayout.spec.adapter import Adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,8 @@ class ModelShape(Ranged, section="model"):
     """Llama 3's stretching of the rotary wavelengths, where the model has it."""
     norm_eps: float = ranged("must be at least 0 and finite", 1e-5)
     """Number that RMSNorm adds to the mean square."""
+    adapter: Adapter | None = None
+    """Small weights that alone are trained, where a frozen model has some: the section [adapter] of a config."""
 
     def __hash__(self) -> int:
         """A hash of a few sizes. A search hashes a model many thousand times; every field would take a tenth of it."""
@@ -165,7 +168,7 @@ class ModelShape(Ranged, section="model"):
     def find_broken(self) -> list[Refusal]:
         """A refusal for each pair of sizes that makes no model; later rules count on heads that come out even."""
         heads = [*self._check_head_width()] or [*self._check_head_groups()]
-        broken = [*heads, *self._check_dense_layers()]
+        broken = [*heads, *self._check_dense_layers(), *self._check_frozen_router()]
         return broken or [*self._check_latent_attention()]
 
     def _check_head_width(self) -> Iterator[Refusal]:
@@ -189,6 +192,11 @@ class ModelShape(Ranged, section="model"):
             dense = f"model.experts.dense_layers={self.experts.dense_layers}"
             what = f"{dense} leaves none of num_layers={self.num_layers} blocks with experts"
             yield Refusal("experts.dense_layers", what, "use fewer")
+
+    def _check_frozen_router(self) -> Iterator[Refusal]:
+        if self.adapter is not None and self.experts is not None and self.experts.bias_rate:
+            what = f"model.experts.bias_rate={self.experts.bias_rate} moves the router, which is frozen with [adapter]"
+            yield Refusal("experts.bias_rate", what, "use bias_rate=0")
 
     def _check_latent_attention(self) -> Iterator[Refusal]:
         if self.latent_attention is None:
@@ -238,6 +246,11 @@ class ModelShape(Ranged, section="model"):
     def without_experts(self) -> "ModelShape":
         """This model with every block like its first ones, without experts."""
         return replace(self, experts=None)
+
+    @cached_property
+    def base(self) -> "ModelShape":
+        """This model without an adapter."""
+        return replace(self, adapter=None)
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -1,0 +1,125 @@
+"""Every layout of a frozen model with an adapter computes what one process computes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parity import BF16, MIXTURE, QWEN2, SHAPE, TIED, Case, largest_difference, merge, run_layout, run_reference
+from ranks import Ranks
+from thorough import mostly_thorough, thorough
+
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.adapter import Adapter
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+
+LORA, IA3 = Adapter(rank=3), Adapter(method="ia3")
+SOME = Adapter(rank=2, alpha=7.0, rslora=True, targets=("q_proj", "o_proj", "up_proj"))
+ALL_SCALED = Adapter(
+    method="ia3", targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+LAYOUTS = {
+    "zero 1": Layout(dp_shard=4, micro_batch=2),
+    "zero 3": Layout(dp_shard=4, zero=3, recompute="full"),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=2, recompute="selective"),
+    "tp": Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=False),
+    "tp alone": Layout(tp=4, sequence_parallel=False, recompute="keep-matmuls"),
+    "tp with sequence parallelism": Layout(dp_shard=2, tp=2, zero=2, recompute="full"),
+    "tp and cp": Layout(tp=2, cp=2, recompute="selective"),
+    "cp by heads": Layout(cp=2, cp_method="all-to-all", tp=2, zero=3),
+    "pp": Layout(pp=2, dp_shard=2, zero=3),
+    "pp and tp": Layout(pp=2, tp=2, zero=2, sequence_parallel=False),
+    "interleaved": Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=3, recompute="every-2"),
+    "split backwards": Layout(pp=2, tp=2, schedule="zb-h1", zero=3),
+    "split backwards of copies": Layout(pp=2, dp_replicate=2, schedule="zb-h1", recompute="full"),
+    "split backwards in a V": Layout(pp=2, dp_shard=2, schedule="zb-v", virtual_stages=2, zero=2),
+    "offloaded": Layout(dp_shard=2, tp=2, zero=3, offload="both", recompute="selective"),
+}  # fmt: skip
+MODELS = {
+    "lora": replace(SHAPE, adapter=LORA),
+    "lora of some": replace(TIED, adapter=SOME),
+    "lora beside biases": replace(QWEN2, adapter=LORA),
+    "ia3": replace(SHAPE, adapter=IA3),
+    "ia3 everywhere": replace(QWEN2, qkv_bias=True, adapter=ALL_SCALED),
+}
+SELDOM = ("zero 1", "tp and cp", "pp", "split backwards of copies")
+"""Layouts whose axes others have too."""
+
+
+def compare(ranks4: Ranks, case: Case) -> None:
+    size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
+    assert size <= 1e-10, (case, whose)
+
+
+@pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name not in SELDOM))
+def test_five_updates_of_adapters_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    for model in (MODELS["lora"], MODELS["ia3"]):
+        compare(ranks4, Case(LAYOUTS[name], model=model, num_steps=5))
+
+
+@pytest.mark.parametrize("name", ["lora of some", "lora beside biases", "ia3 everywhere"])
+def test_targets_biases_and_tied_embeddings_are_exact_too(ranks4: Ranks, name: str) -> None:
+    for layout in ("tp", "tp with sequence parallelism", "interleaved"):
+        compare(ranks4, Case(LAYOUTS[layout], model=MODELS[name], num_steps=3))
+
+
+def test_documents_are_exact_too(ranks4: Ranks) -> None:
+    compare(ranks4, Case(LAYOUTS["tp with sequence parallelism"], model=MODELS["lora"], documents=True, num_steps=3))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=4, ep=2, zero=3, recompute="full"),
+        Layout(dp_shard=2, tp=2, ep=4, recompute="selective"),
+        Layout(pp=2, dp_shard=2, ep=2, schedule="zb-h1", zero=2),
+    ],
+    ids=str,
+)
+def test_adapters_beside_frozen_experts_are_exact(ranks4: Ranks, layout: Layout) -> None:
+    for adapter in (LORA, Adapter(method="ia3", targets=("k_proj", "down_proj"))):
+        compare(ranks4, Case(layout, model=replace(MIXTURE, adapter=adapter), num_steps=3))
+
+
+@st.composite
+def legal_cases(draw: st.DrawFn) -> Case:
+    """Layouts of 4 ranks over every axis, with an adapter."""
+    axes = [
+        (pp, copies, dp, cp, tp)
+        for pp in (1, 2) for copies in (1, 2) for dp in (1, 2, 4) for cp in (1, 2) for tp in (1, 2, 4)
+        if pp * copies * dp * cp * tp == 4
+    ]  # fmt: skip
+    pp, copies, dp, cp, tp = draw(st.sampled_from(axes))
+    known = [each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]
+    schedule = draw(st.sampled_from(known))
+    layout = Layout(
+        pp=pp, dp_replicate=copies, dp_shard=dp, cp=cp, tp=tp, micro_batch=draw(st.sampled_from([1, 2])),
+        cp_method=draw(st.sampled_from(list(CONTEXT_METHODS))), sequence_parallel=draw(st.booleans()),
+        schedule=schedule.name, virtual_stages=schedule.least_virtual_stages, zero=draw(st.sampled_from([1, 2, 3])),
+        recompute=draw(st.sampled_from(["none", "full", "every-2", "selective", "keep-attention", "keep-matmuls"])),
+    )  # fmt: skip
+    model: ModelShape = draw(st.sampled_from(list(MODELS.values())))
+    global_batch = max(2, layout.dp * layout.micro_batch * pp * max(schedule.least_rounds, 1))
+    case = Case(layout, global_batch, model=replace(model, num_layers=max(6, layout.num_stages)), num_steps=2)
+    layout.check(case.model, case.batch)
+    return case
+
+
+@pytest.mark.parametrize("num_examples", [6, thorough(30)])
+def test_random_layouts_of_adapters_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=legal_cases())
+    def is_exact(case: Case) -> None:
+        compare(ranks4, case)
+
+    is_exact()
+
+
+def test_a_frozen_base_lies_in_the_compute_format(ranks4: Ranks) -> None:
+    case = Case(LAYOUTS["tp with sequence parallelism"], model=MODELS["lora"], precision=BF16, num_steps=2)
+    outcome, reference = merge(ranks4.run(run_layout, case)), run_reference(case)
+    assert abs(outcome.loss - reference.loss) < 2e-3 * reference.loss
+    kept = {name: value.dtype.name for name, value in outcome.parameters.items()}
+    assert {dtype for name, dtype in kept.items() if "lora" in name} == {"float32"}, kept
