@@ -16,6 +16,7 @@ from dtlayout.models.operations import Weight
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.stored_names import MIXTRAL_NAMES, STORED_NAMES
 from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, join
+from dtlayout.spec.base_format import SCALE
 from dtlayout.spec.model_shape import ModelShape
 
 
@@ -163,10 +164,13 @@ def count_frozen_first(model: ModelShape) -> int:
 
 
 def find_weight(model: ModelShape, name: str) -> Weight:
-    """The described weight of a parameter in any stage of a model; a tied one is its embedding's. KeyError if none."""
+    """The described weight of a parameter in any stage of a model. KeyError if none.
+
+    A tied one is its embedding's, and scales belong to the weight that is quantized.
+    """
     _, is_in_block, rest = name.partition(".layers.")
     kind = model.kind_of(int(rest.partition(".")[0])) if is_in_block else model
-    return describe(kind).find(model.aliases.get(name, name))
+    return describe(kind).find(model.aliases.get(name, name).removesuffix(SCALE))
 
 
 @lru_cache(maxsize=256)

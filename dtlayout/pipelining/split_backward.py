@@ -45,7 +45,7 @@ class StageWeights:
         for module in stage.modules():
             if type(module) is nn.Linear:
                 module.__class__ = SplittableLinear
-            if isinstance(module, SplittableLinear):
+            if isinstance(module, SplittableLinear) and module.weight.requires_grad:  # a frozen one puts nothing off
                 module.multiply = self._multiply
             if isinstance(module, StackedLinear):
                 module.multiply = self._multiply_groups
@@ -68,7 +68,7 @@ class StageWeights:
         return [None] * len(work.edges)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (torch.is_grad_enabled() and weight.requires_grad):  # a frozen weight has nothing to put off
+        if not torch.is_grad_enabled():
             return F.linear(x, weight, bias)
         parameters = [weight] if bias is None else [weight, bias]
         edges = [get_gradient_edge(each) for each in parameters if each.requires_grad]

@@ -1,10 +1,10 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → EP → freeze → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come first, since FSDP2
-shards what they leave on each rank. They make parameters anew, so these are frozen after it. Blocks are recomputed and
-compiled with what context parallelism changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers
-once for its backward, not once more for the recomputation. What a recomputed or compiled block hands autograd goes to
-the host. FSDP2's hooks stay outside of what is compiled.
+TP/SP → EP → freeze → quantize → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come first,
+since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen after it. Blocks are
+recomputed and compiled with what context parallelism changes in them. Recomputation goes inside the FSDP unit, so that
+a unit gathers once for its backward, not once more for the recomputation. What a recomputed or compiled block hands
+autograd goes to the host. FSDP2's hooks stay outside of what is compiled.
 """
 
 from collections import defaultdict
@@ -30,6 +30,7 @@ from dtlayout.plans.experts import share_counts, split_experts
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
+from dtlayout.plans.quantize import quantize_linears
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import list_kernels
@@ -55,6 +56,8 @@ def apply_plan(
     if plan.balances_by_loss and mesh[CP].size() * mesh[TP].size() > 1:
         share_counts(module, token_mesh(mesh))
     freeze(module, plan.frozen, getattr(torch, plan.precision.compute))
+    if plan.quantized:
+        quantize_linears(module, plan.quantized, plan.precision.base)
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:

@@ -16,7 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dtlayout.models.families import find_weight
 from dtlayout.models.feed_forward import Mixture
+from dtlayout.ops.quantized import QuantizedRows
 from dtlayout.ops.rope import RotaryEmbedding
+from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.model_shape import ModelShape
 
 INIT_STD = 0.02
@@ -54,13 +56,19 @@ def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, devic
     allocate(modules, device)
     constants = {"ones": 1.0, "zeros": 0.0}
     stds = {"normal": INIT_STD, "residual": INIT_STD / math.sqrt(2 * model.num_layers)}
-    for name, parameter in (named for module in modules for named in module.named_parameters()):
+    for name, parameter in (named for module in modules for named in named_weights(module)):
         weight = find_weight(model, name)
         if weight.initial in constants:
+            assert isinstance(parameter, Tensor), "matrices alone are quantized"
             nn.init.constant_(parameter, constants[weight.initial])
         else:
             std = stds.get(weight.initial, 1 / math.sqrt(3 * weight.shape[-1]))
             fill_normal(parameter, std, seed, model.aliases.get(name, name))
+
+
+def find_part(weight: Tensor | QuantizedWeight) -> tuple[Tensor | QuantizedRows, tuple[int, ...]]:
+    """`find_place` of a weight that may be quantized: its part takes values of the weight in either case."""
+    return weight.find_place() if isinstance(weight, QuantizedWeight) else find_place(weight)
 
 
 def find_place(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -73,13 +81,13 @@ def find_place(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fill a tensor or this rank's shard of a DTensor with the deviates of (seed, name), mean 0."""
-    local, offset = find_place(parameter)
+def fill_normal(parameter: Tensor | QuantizedWeight, std: float, seed: int, name: str) -> None:
+    """Fill a weight, or this rank's part of it, with the deviates of (seed, name), mean 0."""
+    local, offset = find_part(parameter)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
     columns = torch.arange(local.shape[-1], device=local.device) + offset[-1]
     first_of_row = _number_rows(parameter.shape, local.shape, offset, local.device) * parameter.shape[-1]
-    rows = local.view(-1, local.shape[-1])
+    rows = local.view(-1, local.shape[-1]) if isinstance(local, Tensor) else local
     step = max(1, CHUNK // max(1, rows.shape[1]))
     for part, first in zip(rows.split(step), first_of_row.split(step), strict=True):
         part.copy_(std * _normal(key, first[:, None] + columns))

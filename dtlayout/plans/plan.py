@@ -80,6 +80,8 @@ class Plan(Offload):
     """Modules that torch.compile gets: each of the blocks, the loss, the whole, or none."""
     frozen: tuple[str, ...] = ()
     """Patterns of the parameters that are not trained: they have no gradient, no reduction and no optimizer state."""
+    quantized: tuple[str, ...] = ()
+    """Patterns of the linear layers whose frozen weights are stored as `precision.base` says."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -92,6 +94,7 @@ class Plan(Offload):
         rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
         rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
         rows += [(pattern, "frozen") for pattern in self.frozen]
+        rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -128,6 +131,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         offload=layout.offload,
         compile=kernels.compile,
         frozen=find_frozen(model),
+        quantized=find_quantized(model) if precision.base != "compute" else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -148,6 +152,12 @@ def find_frozen(model: ModelShape) -> tuple[str, ...]:
     )
     ends = (described.embedding, *described.final_norm.weights, described.head)
     return (*in_blocks, *(weight.name for weight in ends if not weight.trains))
+
+
+def find_quantized(model: ModelShape) -> tuple[str, ...]:
+    """Patterns of the linear layers whose frozen weights can be stored in few bits; routers are none of them."""
+    linears = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
+    return tuple(f"{where}.{each.module}" for where, each in linears if not each.trains and each.style != "replicated")
 
 
 def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:

@@ -69,6 +69,11 @@ class Precision(Ranged, section="precision"):
     """Format in which the linear layers of blocks multiply: that of compute, or fp8-tensorwise, fp8-rowwise, mxfp8 or
     nvfp4, which can only be predicted."""
 
+    base: Literal["compute", "nf4", "int8"] = "compute"
+    """Format in which the frozen weights of linear layers are stored, with [adapter]: that of compute, or nf4 or int8
+    with a scale for 64 elements in the compute format. They are computed out of it for each matmul. Routers, experts,
+    embedding and head stay in the compute format."""
+
     def find_broken(self) -> list[Refusal]:
         """A refusal for each format that is unknown, or that does not go with another one."""
         broken = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parity import BF16, MIXTURE, QWEN2, SHAPE, TIED, Case, largest_difference, merge, run_layout, run_reference
+from parity import BF16, EXACT, MIXTURE, QWEN2, SHAPE, TIED, Case, largest_difference, merge, run_layout, run_reference
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
 
@@ -46,6 +46,8 @@ MODELS = {
 }
 SELDOM = ("zero 1", "tp and cp", "pp", "split backwards of copies")
 """Layouts whose axes others have too."""
+QUANTIZED = ("zero 3", "tp with sequence parallelism", "interleaved", "split backwards", "offloaded")
+"""Layouts that always run with a quantized base."""
 
 
 def compare(ranks4: Ranks, case: Case) -> None:
@@ -81,6 +83,18 @@ def test_documents_are_exact_too(ranks4: Ranks) -> None:
 def test_adapters_beside_frozen_experts_are_exact(ranks4: Ranks, layout: Layout) -> None:
     for adapter in (LORA, Adapter(method="ia3", targets=("k_proj", "down_proj"))):
         compare(ranks4, Case(layout, model=replace(MIXTURE, adapter=adapter), num_steps=3))
+
+
+WIDE = ModelShape(
+    name="wide", hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_size=128, vocab_size=88, adapter=LORA
+)
+"""With matrices of which tp = 2 splits rows between blocks of 64."""
+
+
+@pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name in QUANTIZED))
+def test_five_updates_on_a_quantized_base_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    for base in ("nf4", "int8"):
+        compare(ranks4, Case(LAYOUTS[name], model=WIDE, precision=replace(EXACT, base=base), num_steps=5))
 
 
 @st.composite

@@ -3,10 +3,11 @@
 The reference shares no parallel code: a plain `Llama`, autograd over the whole batch at once, torch's own clipping.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, partialmethod
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -27,8 +28,11 @@ from dtlayout.models.feed_forward import Mixture
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.offload import copy_to_host
+from dtlayout.ops.quantized import QUANTIZERS
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import find_quantized, match_names
+from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -120,6 +124,8 @@ def run_reference(case: Case) -> Outcome:
         parameter.requires_grad_(find_weight(case.model, name).trains)
     parameters = {name: torch.nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for name in _list_quantized(case, parameters):
+        parameters[name].data = _round_to(case.precision.base, parameters[name].data, dtype)
     optimizer = make_optimizer(case.optimizer, trained, case.model)
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
     starts = make_starts(case, tokens)
@@ -135,6 +141,20 @@ def run_reference(case: Case) -> Outcome:
         optimizer.step()
         _move_biases(model, parameters)
     return Outcome(loss.item(), norm.item(), _to_numpy(gradients), _to_numpy(parameters))
+
+
+def _list_quantized(case: Case, names: Iterable[str]) -> list[str]:
+    """Names of the weights that the case stores in few bits."""
+    if case.precision.base == "compute":
+        return []
+    patterns = find_quantized(case.model)
+    return [name for pattern in patterns for name in match_names(f"{pattern}.weight", names)]
+
+
+def _round_to(base: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight that a format of few bits holds of one that is in the compute format `dtype`."""
+    quantizer = QUANTIZERS[base]
+    return quantizer.dequantize(*quantizer.quantize(weight.to(dtype), dtype)).to(weight.dtype)
 
 
 def _run_microbatches(
@@ -177,7 +197,7 @@ def run_layout(case: Case) -> Outcome | None:
         for name, parameter in named_parameters(assembly, case):
             if find_weight(case.model, name).trains:
                 note_equal(gradients, name, parameter.grad.full_tensor())
-            else:
+            elif isinstance(parameter, Tensor):
                 assert parameter.grad is None and parameter not in step.optimizer.state, f"{name} is frozen"
 
     step.optimizer.register_step_pre_hook(keep_gradients)
@@ -188,10 +208,17 @@ def run_layout(case: Case) -> Outcome | None:
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters: dict[str, np.ndarray] = {}
     for name, parameter in named_parameters(assembly, case):
-        note_equal(parameters, name, gather(parameter))
+        note_equal(parameters, name, _gather_weight(parameter))
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, gradients, parameters)
+
+
+def _gather_weight(weight: Tensor | QuantizedWeight) -> Tensor:
+    """The whole of a weight that ranks share; of a quantized one what its codes and scales stand for."""
+    if isinstance(weight, Tensor):
+        return gather(weight)
+    return QUANTIZERS[weight.format.name].dequantize(gather(weight.codes), gather(weight.scales))
 
 
 def evaluate_around_steps(case: Case) -> list[float]:
@@ -286,12 +313,12 @@ def build_step(case: Case) -> tuple[Assembly, TrainStep]:
     return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
 
 
-def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters by the name that they have in the whole model."""
+def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, Any]]:
+    """This rank's weights by the name that they have in the whole model, a quantized one as its two parameters."""
     return [
         (case.model.aliases.get(name, name), parameter)
         for module in assembly.modules
-        for name, parameter in module.named_parameters()
+        for name, parameter in named_weights(module)
     ]
 
 
