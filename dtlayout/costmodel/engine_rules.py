@@ -8,8 +8,11 @@ from dataclasses import replace
 
 from dtlayout.base.refusals import Refusal, describe, show_value
 from dtlayout.costmodel.engine import KNOWN_AXES, OWN_ENGINE, Engine
+from dtlayout.models.families import describe as describe_model
+from dtlayout.models.operations import Linear
+from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.model_shape import ModelShape, divisors
 from dtlayout.spec.precision import Precision
 from dtlayout.spec.recompute import Recompute
 
@@ -29,6 +32,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
         *_check_sequence_parallel(engine, layout),
         *_check_stages(engine, layout, model),
         *_check_tokens_of_experts(layout, model),
+        *_check_adapter(layout, model),
         *check_copies_of_experts(engine, layout.ep, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp),
     ])  # fmt: skip
 
@@ -44,7 +48,8 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
     if model.experts is None:  # a rule of the layout refuses ep then
         asked = replace(asked, ep=1)
     lacks = describe([
-        *check_matmuls(engine, precision), *_check_untrained(engine, model), *_check_dispatcher(asked)
+        *check_matmuls(engine, precision), *_check_untrained(engine, model), *_check_dispatcher(asked),
+        *check_base(precision, model, layout.tp),
     ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
@@ -143,6 +148,36 @@ def _check_tokens_of_experts(layout: Layout, model: ModelShape) -> list[Refusal]
         return []
     what = "tp beside experts without sequence_parallel sends each token tp times"
     return [Refusal("sequence_parallel", what, "use sequence_parallel=true")]
+
+
+def _check_adapter(layout: Layout, model: ModelShape) -> list[Refusal]:
+    """Matmuls that tp overlaps with its collectives have no adapter beside them."""
+    if model.adapter is None or not layout.overlaps_tp:
+        return []
+    what = "layout.tp_overlap sends the parts of frozen matmuls, and none of [adapter] beside them"
+    return [Refusal("tp_overlap", what, "use tp_overlap=false")]
+
+
+def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal]:
+    """A base in few bits is frozen, and tp splits the rows of its weights between blocks."""
+    if (base := BASE_FORMATS.get(precision.base)) is None:
+        return []
+    asked = f"precision.base={base.name}"
+    if model.adapter is None:
+        what = f"{asked} stores frozen weights, and without [adapter] all are trained"
+        return [Refusal("precision.base", what, "use base=compute, or [adapter]")]
+    broken = dict[str, Refusal]()
+    for kind, _ in model.kinds(range(model.num_layers)):
+        for linear in (each for each in describe_model(kind).block if isinstance(each, Linear) and not each.trains):
+            ranks = tp if linear.style == "rowwise" else 1
+            if linear.style == "replicated" or linear.inputs % (base.block * ranks) == 0:
+                continue
+            name, legal = linear.module, [n for n in divisors(tp) if linear.inputs % (base.block * n) == 0]
+            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {linear.inputs} elements"
+            what += f" on {ranks} ranks of tp" * (ranks > 1)
+            advice = f"use tp={' or '.join(map(str, legal))}" if legal else "use base=compute"
+            broken.setdefault(name, Refusal("precision.base", what, advice))
+    return [*broken.values()]
 
 
 def check_copies_of_experts(engine: Engine, ep: int, dp_replicate: int, copy_size: int) -> list[Refusal]:

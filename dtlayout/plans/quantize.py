@@ -61,7 +61,7 @@ def quantize_linears(module: nn.Module, patterns: Sequence[str], name: str) -> N
         scales = _make_like(weight, base_format.scale_columns(columns), weight.dtype)
         linear.weight = nn.Parameter(codes, requires_grad=False)
         linear.register_parameter(f"weight{SCALE}", nn.Parameter(scales, requires_grad=False))
-        linear.multiply = partial(_multiply, linear, name)  # type: ignore[method-assign]
+        linear.multiply = partial(_multiply, linear, name)
 
 
 def _make_like(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
