@@ -5,7 +5,22 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parity import BF16, EXACT, MIXTURE, QWEN2, SHAPE, TIED, Case, largest_difference, merge, run_layout, run_reference
+from parity import (
+    BF16,
+    EXACT,
+    MIXTURE,
+    QWEN2,
+    SHAPE,
+    TIED,
+    Case,
+    build_step,
+    largest_difference,
+    local_rows,
+    local_starts,
+    merge,
+    run_layout,
+    run_reference,
+)
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
 
@@ -44,9 +59,11 @@ MODELS = {
     "ia3": replace(SHAPE, adapter=IA3),
     "ia3 everywhere": replace(QWEN2, qkv_bias=True, adapter=ALL_SCALED),
 }
-SELDOM = ("zero 1", "tp and cp", "pp", "split backwards of copies")
+SELDOM = (
+    "zero 1", "tp alone", "tp and cp", "pp", "pp and tp", "split backwards of copies", "split backwards in a V",
+)  # fmt: skip
 """Layouts whose axes others have too."""
-QUANTIZED = ("zero 3", "tp with sequence parallelism", "interleaved", "split backwards", "offloaded")
+QUANTIZED = ("zero 3", "tp with sequence parallelism", "split backwards")
 """Layouts that always run with a quantized base."""
 
 
@@ -63,7 +80,7 @@ def test_five_updates_of_adapters_are_exact_in_float64(ranks4: Ranks, name: str)
 
 @pytest.mark.parametrize("name", ["lora of some", "lora beside biases", "ia3 everywhere"])
 def test_targets_biases_and_tied_embeddings_are_exact_too(ranks4: Ranks, name: str) -> None:
-    for layout in ("tp", "tp with sequence parallelism", "interleaved"):
+    for layout in ("tp", "interleaved"):
         compare(ranks4, Case(LAYOUTS[layout], model=MODELS[name], num_steps=3))
 
 
@@ -131,9 +148,17 @@ def test_random_layouts_of_adapters_are_exact_in_float64(ranks4: Ranks, num_exam
     is_exact()
 
 
+def formats_after_steps(case: Case) -> dict[str, str]:
+    """Format of each of a rank's parameters after the steps of a case."""
+    assembly, step = build_step(case)
+    for _ in range(case.num_steps):
+        step(*local_rows(case), local_starts(case))
+    return {name: str(parameter.dtype) for each in assembly.modules for name, parameter in each.named_parameters()}
+
+
 def test_a_frozen_base_lies_in_the_compute_format(ranks4: Ranks) -> None:
     case = Case(LAYOUTS["tp with sequence parallelism"], model=MODELS["lora"], precision=BF16, num_steps=2)
-    outcome, reference = merge(ranks4.run(run_layout, case)), run_reference(case)
-    assert abs(outcome.loss - reference.loss) < 2e-3 * reference.loss
-    kept = {name: value.dtype.name for name, value in outcome.parameters.items()}
-    assert {dtype for name, dtype in kept.items() if "lora" in name} == {"float32"}, kept
+    for formats in ranks4.run(formats_after_steps, case):
+        trained = {name for name in formats if "lora" in name}
+        assert {formats[name] for name in trained} == {"torch.float32"}
+        assert {formats[name] for name in formats.keys() - trained} == {"torch.bfloat16"}

@@ -378,8 +378,8 @@ def largest_difference(outcome: Outcome, reference: Outcome) -> tuple[float, str
     assert outcome.gradients.keys() == reference.gradients.keys()
     assert outcome.parameters.keys() == reference.parameters.keys()
     differences = [
-        (abs(outcome.loss / reference.loss - 1), "loss"),
-        (abs(outcome.grad_norm / reference.grad_norm - 1), "norm"),
+        (relative_difference(np.array(outcome.loss), np.array(reference.loss)), "loss"),
+        (relative_difference(np.array(outcome.grad_norm), np.array(reference.grad_norm)), "norm"),
     ]
     for kind in ("gradients", "parameters"):
         for name, expected in getattr(reference, kind).items():
@@ -390,8 +390,11 @@ def largest_difference(outcome: Outcome, reference: Outcome) -> tuple[float, str
 
 
 def relative_difference(got: np.ndarray, expected: np.ndarray) -> float:
-    """‖got - expected‖ / ‖expected‖."""
-    return float(np.linalg.norm((got - expected).ravel()) / np.linalg.norm(expected.ravel()))
+    """‖got - expected‖ / ‖expected‖, infinite for NaN, which no comparison would find; 0 for equal zeros."""
+    if np.array_equal(got, expected):
+        return 0.0
+    difference, size = (float(np.linalg.norm(each.ravel())) for each in (got - expected, expected))
+    return difference / size if size and np.isfinite(difference) else np.inf
 
 
 def _to_numpy(tensors: dict) -> dict[str, np.ndarray]:
