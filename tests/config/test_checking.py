@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from dtlayout.base.errors import InvalidLayout
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
 from dtlayout.costmodel import engine
+from dtlayout.spec.adapter import Adapter
 
 EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16}
 
@@ -43,6 +45,51 @@ def test_a_capability_of_the_trainer_is_a_row_of_its_engines_file(monkeypatch):
     monkeypatch.setitem(tables, "features", gained)
     for config in rows.values():
         assert check_layout(config, 1).world_size == 1
+
+
+def test_an_adapter_and_a_quantized_base_are_refused_where_they_cannot_be():
+    lora, wide = {"rank": 4}, {"hidden_size": 192, "num_heads": 6}
+    overlapped = {"tp": 2, "sequence_parallel": True, "tp_overlap": True}
+    rows = {
+        "adapter.targets: no linear layer of a block is called q_prj; use some of q_proj, k_proj, v_proj, o_proj, "
+        "gate_proj, up_proj, down_proj": config_with({}, adapter={"targets": ["q_prj"]}),
+        "adapter.targets: gate is a router, which stays as it is; leave it out": config_with(
+            {"experts": EXPERTS}, adapter={"targets": ["gate", "q_proj"]}
+        ),
+        "layout.tp_overlap sends the parts of frozen matmuls, and none of [adapter] beside them; use tp_overlap=false":
+            config_with({}, adapter=lora, layout=overlapped),
+        "precision.base=nf4 stores frozen weights, and without [adapter] all are trained; use base=compute, or "
+        "[adapter]": config_with({}, precision={"base": "nf4"}),
+        "precision.base=int8 stores blocks of 64, and a row of mlp.down_proj has 96 elements on 2 ranks of tp; use "
+        "base=compute": config_with({"ffn_size": 96}, adapter=lora, precision={"base": "int8"}, layout={"tp": 2}),
+        "precision.base=nf4 stores blocks of 64, and a row of self_attn.o_proj has 192 elements on 2 ranks of tp; use "
+        "tp=1": config_with(
+            wide | {"ffn_size": 128}, adapter=lora, precision={"base": "nf4"}, layout={"tp": 2}
+        ),
+    }  # fmt: skip
+    for problem, config in rows.items():
+        with pytest.raises(InvalidLayout) as caught:
+            check_layout(config, config.layout.smallest_world_size)
+        assert caught.value.problems == [problem]
+
+
+def test_an_adapter_is_a_section_of_its_own_and_comes_back_from_a_runs_config():
+    config = config_with({}, adapter={"method": "ia3", "targets": ["k_proj"]})
+    assert config.model.adapter == Adapter(method="ia3", targets=("k_proj",))
+    assert parse_config(toml.loads(config.to_toml())) == config
+    for table, problem in (
+        ({"rnk": 4}, "adapter.rnk is unknown; did you mean adapter.rank?"),
+        ({"rank": 0}, "adapter.rank=0 must be from 1 to a million"),
+        ({"targets": ["q_proj", "q_proj"]}, "adapter.targets has 'q_proj' twice; remove it"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidConfig) as caught:
+            config_with({}, adapter=table)
+        assert caught.value.problems == [problem]
+    with pytest.raises(InvalidConfig, match=r"model.adapter is a section of its own: write \[adapter\]"):
+        config_with({"adapter": {"rank": 4}})
+    rate = {"experts": EXPERTS | {"correction_bias": True, "bias_rate": 0.1}}
+    with pytest.raises(InvalidConfig, match=r"bias_rate=0.1 moves the router, which is frozen with \[adapter\]; use"):
+        config_with(rate, adapter={"rank": 4})
 
 
 def test_what_has_no_effect_is_not_refused():

@@ -15,12 +15,15 @@ from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import FAMILIES, Family, describe, find_family, register_family
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS, find_preset
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 
 SHAPES = {
     **{family: next(s for s in PRESETS.values() if s.family == family) for family in FAMILIES},
     "tied": find_preset("llama3.2-1b"),
     "untied qwen3": find_preset("qwen3-8b"),
+    "lora": replace(find_preset("qwen2.5-0.5b"), adapter=Adapter(rank=4)),
+    "ia3": replace(find_preset("debug"), adapter=Adapter(method="ia3", targets=("q_proj", "o_proj", "down_proj"))),
 }
 
 
