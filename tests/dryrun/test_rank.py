@@ -46,12 +46,12 @@ CASES = [
     Case(Layout(pp=2, dp_shard=2, offload="activations", recompute="every-2"), precision=BF16),
     Case(Layout(dp_shard=2, tp=2, zero=2, offload="both", recompute="selective"), precision=BF16),
     Case(Layout(dp_shard=4, ep=2, zero=3, recompute="full"), precision=FP32, model=MIXTURE),
-    Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
     Case(
         Layout(pp=2, dp_shard=2, ep=2),
         precision=BF16,
         model=replace(MIXTURE, experts=replace(MIXTURE.experts, imbalance=1.0)),
     ),
+    Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
 ]
 
