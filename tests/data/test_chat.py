@@ -115,8 +115,13 @@ FLOODS = {
 
 
 OF_A_KIND = (
-    "a string doubled in a loop", "a product of messages", "a filter", "a method", "a format", "words that mean nothing",
-)  # fmt: skip
+    "a string doubled in a loop",
+    "a product of messages",
+    "a filter",
+    "a method",
+    "a format",
+    "words that mean nothing",
+)
 """Templates whose like is among the others."""
 
 

@@ -25,6 +25,7 @@ from dtlayout.models.families import describe
 from dtlayout.models.llama import Llama
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import OVERLAPPED_PIECES
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import count_loss_chunks
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts
@@ -77,6 +78,23 @@ def test_gradients_are_reduced_in_a_group_of_their_own(ranks4: Ranks, layout: La
         (gathers, gather_name, gather_ranks), (reduces, reduce_name, reduce_ranks) = sorted(found)
         assert ("gather" in gathers, "reduce" in reduces) == (True, True)
         assert gather_name != reduce_name and gather_ranks == reduce_ranks and len(gather_ranks) == 2
+
+
+@pytest.mark.parametrize("base", ["compute", "nf4"])
+def test_of_an_adapted_model_gradients_of_the_adapter_alone_are_reduced(ranks4: Ranks, base: str) -> None:
+    """And gathered is what is stored: all weights of the base, in few bits where it is quantized."""
+    model = replace(SHAPE, hidden_size=128, ffn_size=128, adapter=Adapter(rank=4))
+    case = Case(Layout(dp_shard=4, zero=2), model=model, precision=replace(FP32, base=base))
+    blocks = [weight for kind, n in model.kinds(range(model.num_layers)) for weight in describe(kind).block_weights * n]
+    trained = sum(weight.numel for weight in blocks if weight.trains)
+    frozen = sum(weight.numel for weight in blocks if not weight.trains)
+    linear = sum(weight.numel for weight in blocks if not weight.trains and weight.role == "matrix")
+    kept = 4 * (frozen - linear) + linear * (4 if base == "compute" else (4 + 32 / 64) / 8)
+    ends = 4 * (2 * count_embedding_parameters(model) + model.hidden_size)
+    m = case.layout.num_microbatches(case.batch)
+    for sent in ranks4.run(weigh_collectives, case, DATA):
+        assert sent["reduce_scatter"] == 4 * m * trained
+        assert sent["all_gather"] == 4 * trained + kept + ends
 
 
 def test_sequence_parallelism_gathers_and_scatters_twice_a_block_in_each_direction(ranks4: Ranks) -> None:
