@@ -4,6 +4,7 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp; E experts,
 docs/theory/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
 """
 
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -20,12 +21,19 @@ from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKer
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
 """Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
 _FFN_TRAFFIC_BYTES = 12.0
 """Moved by the activation function and its backward for each token and unit of the FFN, over t."""
+_ADDED_TRAFFIC_BYTES = 12.0
+"""Moved by an adapter's sum for each token and unit of its width, in bf16: two reads and a write, and in backward as
+many where the gradients of what both matmuls read are added."""
+_RESCALED_TRAFFIC_BYTES = 16.0
+"""Moved by an adapter's vector likewise: a read and a write, and in backward as many, two reads and a write of the
+products that make the vector's gradient, and a read of these."""
 
 
 class BlockTime(NamedTuple):
@@ -151,10 +159,12 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
 def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float, float]]:
     """Times, rows, outputs, inputs and frozen outputs of each matmul of a block on one rank; fused ones are one.
 
-    Matmuls of experts count more often where they are slower than others. Each expert multiplies the rows that it is
-    sent: T·k/E of each rank's tokens, and `experts.imbalance` times as many on the fullest of ep's ranks.
+    An adapter's two are not fused with others. Matmuls of experts count more often where they are slower than others.
+    Each expert multiplies the rows that it is sent: T·k/E of each rank's tokens, and `experts.imbalance` times as many
+    on the fullest of ep's ranks.
     """
     sizes: list[tuple[float, float, float, float, float]] = []
+    base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
     for entry in block_tape(scenario.model):
@@ -163,9 +173,11 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
             outputs, inputs = _own_part(made, layout), _own_part(read, layout)
             frozen = 0.0 if entry.weights else outputs
             if entry.fuses and fuses:
-                *_, before, _, frozen_before = sizes[-1]
-                sizes[-1] = (1, tokens, before + outputs, inputs, frozen_before + frozen)
-            elif read.spread == made.spread:  # each rank multiplies what it has of the stream
+                *_, before, _, frozen_before = sizes[base]
+                sizes[base] = (1, tokens, before + outputs, inputs, frozen_before + frozen)
+                continue
+            base = len(sizes) if entry.casts else base
+            if read.spread == made.spread == "stream":  # each rank multiplies what it has of the stream
                 sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs, frozen))
             else:
                 sizes.append((1, tokens, outputs, inputs, frozen))
@@ -186,7 +198,7 @@ def _own_part(tensor: BlockTensor, layout: Layout) -> float:
 
 def _ranks(layout: Layout) -> dict[str, int]:
     """tp ranks that share a tensor, by its spread on a tape without collectives."""
-    return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp}
+    return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp, "whole": 1}
 
 
 def _tape_of_fullest(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
@@ -212,6 +224,8 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
         "rope": rope_traffic,
         "activation": widening * _FFN_TRAFFIC_BYTES,
         "combine": widening * constants.expert_bias_traffic_bytes if experts and experts.bias else 0.0,
+        "add": widening * _ADDED_TRAFFIC_BYTES,
+        "rescale": widening * _RESCALED_TRAFFIC_BYTES,
     }
     tape = _tape_of_fullest(scenario, layout)
     of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind in moved]
@@ -439,10 +453,29 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     return BlockTime(forward_s, backward_s, forward_tp_s=gather_s, backward_tp_s=reduce_s)
 
 
+@lru_cache(maxsize=256)
+def count_more_starts(model: ModelShape) -> float:
+    """Kernels that the host starts for a block with its adapter, over those of one without that is trained whole.
+
+    A step of the tape is one in forward and one in backward, and one more where a matmul's weight has a gradient. A
+    LoRA scales what is between its matmuls, which is one in each direction too.
+    """
+    if model.adapter is None:
+        return 1.0
+
+    def count(kind: ModelShape) -> int:
+        tape = block_tape(kind)
+        trained = sum(entry.kind == "matmul" and bool(entry.weights) for entry in tape)
+        return 2 * len(tape) + trained + 2 * sum(entry.kind == "add" for entry in tape)
+
+    return count(model) / count(model.base)
+
+
 def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Least time of a layer, forward and backward: the host starts its kernels, and tp's collectives one by one."""
     constants = scenario.engine.constants
     is_alone, most_s = layout.tp == 1, constants.compiled_host_s if kernels.compiles_blocks else inf
     starts_s = min(most_s, constants.layer_host_s if is_alone else constants.layer_host_tp_s)
+    starts_s *= count_more_starts(scenario.model)
     waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
     return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

@@ -4,7 +4,7 @@ They keep no activations and are not recomputed. Only the stage with the embeddi
 sends the gradient of its input back, whether a weight before it is trained or not.
 """
 
-from dtlayout.models.families import count_frozen_first
+from dtlayout.models.families import count_frozen_first, describe
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.model_shape import ModelShape
 
@@ -18,6 +18,16 @@ def find_forward_only(model: ModelShape, stage: StageSlice) -> range:
     """The blocks of a stage that have no backward, all of them at its beginning."""
     layers = stage.layers
     return layers[: max(0, count_frozen_first(model) - layers.start)] if stage.embedding else layers[:0]
+
+
+def find_first_differentiated(model: ModelShape) -> int | None:
+    """Number of the block whose input needs no gradient though it has a backward: nothing before it is trained.
+
+    None where the embedding is trained, or no block is.
+    """
+    number = count_frozen_first(model)
+    has_frozen_embedding = not describe(model).embedding.trains
+    return number if has_frozen_embedding and number < model.num_layers else None
 
 
 def find_differentiated(model: ModelShape, stage: StageSlice) -> range:

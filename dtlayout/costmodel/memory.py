@@ -283,7 +283,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     model, features, constants = scenario.model, scenario.engine.features, scenario.engine.constants
     h, t = model.hidden_size, layout.tp
     shared = t if layout.shards_sequence else 1
-    ranks = {"stream": shared, "branch": t, "input": shared if features.regathers_inputs else 1}
+    ranks = {"stream": shared, "branch": t, "input": shared if features.regathers_inputs else 1, "whole": 1}
     beside = {"rope": float(features.rope_saved_bytes)}
     if find_kernel(NormKernel, kernels.norm).is_eager:
         beside["norm"] = constants.norm_saved_bytes / 2

@@ -51,12 +51,12 @@ def host_capacity_bytes(scenario: Scenario) -> float:
 def state_on_host_bytes(scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart = NONE_APART) -> float:
     """Bytes of a rank's state in its host's memory: masters, gradients and the optimizer's state.
 
-    Frozen parameters have masters alone.
+    Frozen parameters have neither gradients nor state, and lie in the compute format.
     """
     if not layout.offloads_state:
         return 0.0
     params = BYTES[scenario.precision.params]
-    held = params * apart.frozen.total / count_state_shards(layout)
+    held = BYTES[scenario.precision.compute] * apart.frozen.total / count_state_shards(layout)
     for optimizer, own in list_trained(scenario.optimizer, num_parameters, 0.0, apart):
         each = 2 * params + optimizer.state_bytes(params)  # a master and its gradient
         held += each * own.total / count_state_shards(layout)
@@ -149,7 +149,8 @@ def state_times(
     host, and the update there."""
     params, shards = BYTES[scenario.precision.params], count_state_shards(layout)
     shard, trained = n / shards, (n - apart.frozen.total) / shards
-    masters_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * shard)
+    masters = params * trained + BYTES[scenario.precision.compute] * (shard - trained)
+    masters_s = 0.0 if scenario.is_on_host else copy_s(scenario, masters)
     gradients_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * trained)
     adding_s = gradients_s + host_pass_s(scenario, 3 * params * trained)
     moved = (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.cache_keys import BlockLayout, StageClass, key_of
 from dtlayout.costmodel.comm import message_s
-from dtlayout.costmodel.compute import BlockTime, host_s, recompute_time
+from dtlayout.costmodel.compute import BlockTime, count_more_starts, host_s, recompute_time
 from dtlayout.costmodel.forward_only import find_differentiated, find_forward_only, has_forward_only
 from dtlayout.costmodel.offload import exposed_s, kept_copy_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
@@ -74,6 +74,7 @@ class BlocksWork:
             self._host_again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
         else:
             self._host_again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
+        self._host_again_s *= count_more_starts(self.model)
         self._sees_ends = scenario.is_on_host or self._sending_s > 0.0 or has_forward_only(self.model)
 
     @cached_property

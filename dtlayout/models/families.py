@@ -15,7 +15,7 @@ from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.operations import Weight
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.stored_names import MIXTRAL_NAMES, STORED_NAMES
-from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, join
+from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, end_gradients, join
 from dtlayout.spec.base_format import SCALE
 from dtlayout.spec.model_shape import ModelShape
 
@@ -178,4 +178,5 @@ def block_tape(model: ModelShape, options: TapeOptions = PLAIN) -> tuple[TapeEnt
     """Steps of a block's forward, with what each reads, makes and saves."""
     described = describe(model)
     operations = described.block_as_run if options.is_own_mixture else described.block
-    return tuple(join(entry for operation in operations for entry in operation.record(options)))
+    tape = join(entry for operation in operations for entry in operation.record(options))
+    return tuple(end_gradients(tuple(tape)) if options.ends_gradients else tape)

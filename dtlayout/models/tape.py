@@ -4,7 +4,7 @@ Operations of `models.operations` write it; nothing on it depends on the number 
 gives its tensors bytes, and walks it forwards and backwards.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from dtlayout.spec.recompute import Kept
@@ -60,6 +60,8 @@ class TapeEntry(NamedTuple):
     """Whether some engines compute it together with the matmul before it."""
     saves_again: tuple[BlockTensor, ...] = ()
     """Tensors that its backward reads and that an entry before it saves; `join` finds them."""
+    is_differentiated: bool = True
+    """Whether it has a backward; not so where nothing that it reads needs a gradient and nothing of it is trained."""
 
 
 class TapeOptions(NamedTuple):
@@ -84,6 +86,8 @@ class TapeOptions(NamedTuple):
     """Whether copies of tokens go to other ranks and come back."""
     trains_all: bool = False
     """Whether entries save as if all weights were trained: forward holds what it reads, even if backward needs none."""
+    ends_gradients: bool = False
+    """Whether the block's input needs no gradient: nothing before it is trained."""
 
 
 PLAIN = TapeOptions()
@@ -105,6 +109,40 @@ def join(entries: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
         again = tuple(each for each in entry.saves if each.name in saved)
         saved.update(each.name for each in entry.saves)
         yield entry._replace(saves=tuple(each for each in entry.saves if each not in again), saves_again=again)
+
+
+def end_gradients(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
+    """Entries of a block whose input needs no gradient: from the first trained weight on they have a backward.
+
+    What attention reads has names of its own, which no entry makes. Such a tensor needs a gradient if any before it
+    does; a result that no entry reads by its name lets go of that gradient where it needs none.
+    """
+    read, made = {each.name for entry in tape for each in entry.reads}, {HIDDEN}
+    needed, of_norm, can_let_go = set[str](), tuple[str, ...](), _reads_unnamed_later(tape)
+    for entry, lets_go in zip(tape, can_let_go, strict=True):
+        if entry.kind == "scale" and of_norm:  # of a norm whose weight alone has a gradient
+            entry = entry._replace(reads=(), saves=entry.saves[:1], weights=of_norm)
+        reads = tuple(each for each in entry.reads if each.name in needed or (needed and each.name not in made))
+        is_first_half = entry.kind == "norm" and not reads and entry.makes[0].format == "exact"
+        of_norm = entry.weights if is_first_half else ()
+        made.update(each.name for each in entry.makes)
+        if reads or (entry.weights and not is_first_half) or (needed and entry.kind == "residual"):
+            needed.update(each.name for each in entry.makes)
+            yield entry if entry.kind in ("add", "residual") else entry._replace(reads=reads)
+        else:
+            lets_go = lets_go and not any(each.name in read for each in entry.makes)
+            bare = entry._replace(saves=(), saves_again=(), weights=(), is_differentiated=lets_go)
+            yield bare._replace(reads=()) if lets_go else bare
+
+
+def _reads_unnamed_later(tape: Sequence[TapeEntry]) -> list[bool]:
+    """Whether an entry after each one has a weight before it that is trained, and reads what no entry makes by name."""
+    made, trains, unnamed = {HIDDEN}, False, list[bool]()
+    for entry in tape:
+        unnamed.append(trains and any(each.name not in made for each in entry.reads))
+        trains = trains or bool(entry.weights)
+        made.update(each.name for each in entry.makes)
+    return [any(unnamed[place + 1 :]) for place in range(len(tape))]
 
 
 def gather_for(gathered: BlockTensor) -> TapeEntry:

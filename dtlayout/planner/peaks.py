@@ -154,7 +154,7 @@ class Peaks:
         shards = [(optimizer, own.shard(layout)) for optimizer, own in groups]
         gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum([own for _, own in shards])
         state = sum([(params + optimizer.state_bytes(params)) * own for optimizer, own in shards])
-        state += params * apart.frozen.shard(layout) + (compute * n if layout.zero < 3 else 0.0)
+        state += compute * apart.frozen.shard(layout) + (compute * n if layout.zero < 3 else 0.0)
         return state + (gradients if has_gradients else 0.0)
 
 

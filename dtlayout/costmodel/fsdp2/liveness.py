@@ -5,6 +5,7 @@ A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules 
 - A step makes the gradients of what it read; then those of what it made go, and what it alone had saved.
 - A tensor that several steps read has one gradient, to which later ones are added.
 - A residual passes its gradient on to both of its inputs, which share it until a norm's is added to it.
+- An adapter's sum passes its gradient on to both matmuls, which share it; it goes when the later one, the base, is over.
 - A sum over tp without sequence parallelism passes its gradient on; with it, it gathers one.
 - Gradients of weights come before the step's own tensors go, but a norm's come after.
 - A matmul without trained weights saves no input.
@@ -29,9 +30,26 @@ def hold_until(tape: Sequence[SizedEntry], last: SizedEntry) -> float:
     held = dict[str, float]()
     for entry in tape[: tape.index(last) + 1]:
         held |= entry.saves
-        if entry is not last and entry.kept_as == "matmuls":
+        if entry is not last and (entry.kept_as == "matmuls" or entry.kind in ("add", "rescale")):
             held |= entry.makes
+        if entry.kind == "add":
+            held = {name: size for name, size in held.items() if name not in entry.reads}
     return sum(held.values())
+
+
+def hold_at_end(entries: Iterable[SizedEntry]) -> float:
+    """Most bytes held by a forward's last entries: what they save, and each result until it is read.
+
+    A matmul's input that was rescaled goes with it, and so do both terms of an adapter's sum.
+    """
+    held, fullest = dict[str, float](), 0.0
+    for entry in entries:
+        held |= entry.saves | entry.makes
+        fullest = max(fullest, sum(held.values()) + entry.forward_work)
+        if entry.kind in ("add", "matmul"):
+            kept = (*entry.saves, *entry.saves_again)
+            held = {name: size for name, size in held.items() if name not in entry.reads or name in kept}
+    return fullest
 
 
 def walk_backward(
@@ -47,15 +65,22 @@ def walk_backward(
     already. With `puts_off` what the gradients of matmuls' weights are made of stays.
     """
     steps, known, delayed = Steps(), set(has_gradient), set[str]()
+    base_of, held_later = dict[str, str](), set[str]()  # results that an adapter's sum joined, which share a gradient
     shared = 0.0  # the residual stream's gradient, where a matmul whose weights wait holds it too
     for entry in reversed(tape):
         if entry.kind == "residual":
+            continue
+        if entry.kind == "add":
+            base, *added = entry.reads
+            base_of |= dict.fromkeys(added, base)
             continue
         waits = puts_off and _has_delayed(entry)
         if waits:
             delayed.update(entry.saves, entry.saves_again)
             shared += 0.0 if entry.used else sum(entry.makes.values())
-        used = 0.0 if waits else entry.used
+            held_later.update(base_of[name] for name in entry.makes if name in base_of)
+        stays = waits or any(name in base_of or name in held_later for name in entry.makes)
+        used = 0.0 if stays else entry.used
         goes = sum([size for name, size in entry.saves.items() if name not in delayed]) if delayed else entry.saved
         new, arriving = sum(entry.reads.values()), come(entry.weights)
         if entry.kind == "norm" or not entry.weights:
@@ -79,9 +104,9 @@ def walk_backward(
 def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Steps]) -> Steps:
     """Changes of held bytes while the gradients of matmuls' weights come that were put off, the first matmul's first.
 
-    Norms' gradients, of which nothing was put off, come before.
+    Gradients of norms and of adapters' vectors, of which nothing was put off, come before.
     """
-    steps = come([name for entry in tape if entry.kind == "norm" for name in entry.weights])
+    steps = come([name for entry in tape if entry.kind in ("norm", "rescale") for name in entry.weights])
     saved = {name: size for entry in tape for name, size in entry.saves.items()}
     for entry in tape:
         if _has_delayed(entry):
@@ -92,5 +117,5 @@ def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Ste
 
 
 def _has_delayed(entry: SizedEntry) -> bool:
-    """Whether a split backward puts off the gradients of an entry's weights; those of norms and experts it does not."""
+    """Whether a split backward puts off the gradients of an entry's weights; those of norms, vectors and experts it does not."""
     return entry.kind == "matmul" and bool(entry.weights)

@@ -7,14 +7,14 @@ leaves.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, partial
 
 from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2 import blocks as autograd
 from dtlayout.costmodel.fsdp2.blocks import WeightGradients
 from dtlayout.costmodel.fsdp2.phase import IDLE, Bytes, MemoryKind, Phase, changes, fullest_of, sequence
-from dtlayout.costmodel.fsdp2.runs import BlockRun, find_runs
+from dtlayout.costmodel.fsdp2.runs import BlockRun, SizesOf, find_runs
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.steps import Reduced, Step, find_rows, find_steps
 from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, stage_units
@@ -107,7 +107,11 @@ def _play(own: Sequence["_Stage"], step: Step) -> Phase:
 
 def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
     """A function that makes the stages of a layout, and one stage for all that are alike."""
-    sizes = {kind: Sizes(of_kind, layout, kernels) for kind, of_kind in scenario.kinds.items()}
+
+    @cache
+    def sizes(kind: ModelShape, ends_gradients: bool) -> Sizes:
+        return Sizes(scenario.kinds[kind], layout, kernels, ends_gradients=ends_gradients)
+
     make = cache(partial(_Stage, scenario.model, layout, sizes, UnitBytes(scenario, layout)))
     every = Recompute.parse(layout.recompute).every or 1
     num_first = scenario.model.num_first
@@ -128,13 +132,13 @@ class _Stage:
         self,
         model: ModelShape,
         layout: Layout,
-        sizes: Mapping[ModelShape, Sizes],
+        sizes: SizesOf,
         sharding: UnitBytes,
         chunk: StageSlice,
     ):
         recompute, layers = Recompute.parse(layout.recompute), chunk.layers
         self.has_embedding, self.has_head = chunk.embedding, chunk.head
-        self.size, self.sharding = sizes[model], sharding
+        self.size, self.sharding = sizes(model, False), sharding
         size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
         self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
         self.runs = find_runs(model, layout, sizes, chunk, nests_experts=sharding.nests_experts)
@@ -173,9 +177,9 @@ class _Stage:
         """Masters and what the optimizer keeps of them."""
         if self.sharding.on_host:
             return IDLE
-        num_parameters = sum(n * self.sharding.shard(unit) for unit, n in self.counts.items())
+        masters = sum(n * self.sharding.shard_bytes(unit) for unit, n in self.counts.items())
         kept = sum(n * self.sharding.optimizer_bytes(unit) for unit, n in self.counts.items())
-        return changes((_P, self.sharding.params * num_parameters), (MemoryKind.OPTIMIZER, kept))
+        return changes((_P, masters), (MemoryKind.OPTIMIZER, kept))
 
     def last_reduced(self, reduced: Reduced) -> Unit | None:
         """The unit whose buffer a backward of this stage has left, [Note: a unit's reduction]."""

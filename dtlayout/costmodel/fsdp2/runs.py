@@ -1,16 +1,20 @@
 """Runs: the blocks of a stage that follow each other and are alike, with the bytes that each of them keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
-from dtlayout.costmodel.forward_only import find_forward_only
+from dtlayout.costmodel.forward_only import find_first_differentiated, find_forward_only
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.units import Unit, block_units
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
+
+
+SizesOf = Callable[[ModelShape, bool], Sizes]
+"""(a kind of block, whether its input needs no gradient) → its sizes."""
 
 
 class BlockRun(NamedTuple):
@@ -39,20 +43,25 @@ class BlockRun(NamedTuple):
 
 
 def find_runs(
-    model: ModelShape, layout: Layout, sizes: Mapping[ModelShape, Sizes], stage: StageSlice, *, nests_experts: bool
+    model: ModelShape, layout: Layout, sizes: SizesOf, stage: StageSlice, *, nests_experts: bool
 ) -> list[BlockRun]:
-    """The runs of a stage, first to last; `sizes` has those of each kind of block, `nests_experts` is a feature."""
+    """The runs of a stage, first to last; `nests_experts` is a feature."""
     recompute, forward_only = Recompute.parse(layout.recompute), find_forward_only(model, stage)
+    last = find_first_differentiated(model) if stage.embedding else None
     runs = []
-    for _, run in groupby(stage.layers, lambda n: (recompute.covers(n), n < model.num_first, n in forward_only)):
+
+    def sort(n: int) -> tuple[bool, ...]:
+        return recompute.covers(n), n < model.num_first, n in forward_only, n == last
+
+    for _, run in groupby(stage.layers, sort):
         layer, *others = run
         kind, has_backward = model.kind_of(layer), layer not in forward_only
-        size, num_blocks = sizes[kind], 1 + len(others)
+        size, num_blocks = sizes(kind, layer == last), 1 + len(others)
         unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts)
-        kept, again, last = 0.0, 0.0, size.in_last_branch_only(recompute, layer)
+        kept, again, in_branch = 0.0, 0.0, size.in_last_branch_only(recompute, layer)
         if has_backward:
             kept, again = size.kept(recompute, layer), size.recomputed(recompute, layer)
-            last = size.in_last_branch(recompute, layer)
+            in_branch = size.in_last_branch(recompute, layer)
         begin = size.in_experts(recompute, layer)[0] if experts else 0.0
-        runs.append(BlockRun(size, unit, kept, again, last, num_blocks, has_backward, experts, begin))
+        runs.append(BlockRun(size, unit, kept, again, in_branch, num_blocks, has_backward, experts, begin))
     return runs

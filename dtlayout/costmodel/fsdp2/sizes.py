@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from math import ceil
 
-from dtlayout.costmodel.fsdp2.liveness import hold_until
+from dtlayout.costmodel.fsdp2.liveness import hold_at_end, hold_until
 from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
 from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of
 from dtlayout.models.families import describe
@@ -35,8 +35,11 @@ _INDEX_BYTES = 8
 class Sizes:
     """Bytes of one microbatch's tensors on one rank, [Note: what a compiled block keeps]."""
 
-    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
-        """Take a layout, or a BlockLayout of cache_keys.py; on CPU no kernel of PyTorch does a whole norm."""
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, *, ends_gradients: bool = False):
+        """Take a layout, or a BlockLayout of cache_keys.py; on CPU no kernel of PyTorch does a whole norm.
+
+        With `ends_gradients` the block's input needs no gradient.
+        """
         tokens, e = tokens_of(scenario, layout), BYTES[scenario.precision.compute]
         norm, swiglu = find_kernel(NormKernel, kernels.norm), find_kernel(SwigluKernel, kernels.swiglu)
         self.description = describe(scenario.model)
@@ -79,6 +82,7 @@ class Sizes:
             fullest=fullest_share(scenario, layout),
             is_own_mixture=scenario.engine.features.nests_experts,
             exchanges=layout.ep > 1,
+            ends_gradients=ends_gradients,
         )
         self.has_own_mixture = self._options.is_own_mixture and self.description.experts is not None
         """True if blocks have experts, and our trainer runs them: each of their tensors is known."""
@@ -212,9 +216,9 @@ class Sizes:
     @cached_property
     def _read_tape(self) -> tuple[SizedEntry, ...]:
         """`tape` as if all weights were trained: a forward holds what its matmuls read, saved for backward or not."""
-        if all(weight.trains for weight in self.description.block_weights):
+        if all(weight.trains for weight in self.description.block_weights) and not self._options.ends_gradients:
             return self.tape
-        return size_block(self.model, self._options._replace(trains_all=True), self._measures)
+        return size_block(self.model, self._options._replace(trains_all=True, ends_gradients=False), self._measures)
 
     @cached_property
     def end(self) -> tuple[SizedEntry, ...]:
@@ -257,11 +261,11 @@ class Sizes:
         gave, also where it is gathered first. Experts have their results and the sum of these.
         """
         kept, branch = self.kept(recompute, layer), sum(each.saved for each in self.last_branch)
-        *opening, last = (each for each in self.last_branch if each.kept_as == "matmuls")
-        after = self.last_branch[self.last_branch.index(last) : -1]
-        closing = sum(sum(each.makes.values()) + each.forward_work for each in after)
         if self.has_own_mixture:
             return self.in_experts(recompute, layer)[1]
+        opening, after = self._cut_last_branch
+        read = sum(each.saved for each in after)
+        closing = hold_at_end(after) - read
         if self.description.experts:  # of whose way through other programs' blocks no dry run tells
             dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
             return kept + dropped + closing + 2 * self.stream
@@ -271,12 +275,30 @@ class Sizes:
             return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream) + unsaved
         share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
         # Counted in what is kept, and there already at the activation; and not there before the end.
-        opened = share * sum(sum(each.results) for each in opening)
-        closed = share * self.whole * self.keeps_last
+        saved = {name for each in self.last_branch for name in each.saves}
+        opened = share * sum(
+            size for each in opening if each.kept_as for name, size in each.makes.items() if name in saved
+        )
+        closed = share * sum(sum(each.results) for each in after if each.kept_as == "matmuls") * self.keeps_last
         closed += self.stream * (self.is_split and recompute.is_selective and self.keeps_last)
         given = 2 * self.stream + self.whole * self.shards_sequence  # the residual stream and what the norm gave
-        at_activation = branch - opening[0].saved - opened
-        return kept - closed + given + max(at_activation, last.saved + closing)
+        given_twice = opening[0].saved
+        at_activation = branch - given_twice - opened
+        if not share and any(each.kind == "add" for each in opening):  # an adapter's sum beside both of its terms
+            at_activation = max(at_activation, hold_at_end(opening) - given_twice)
+        return kept - closed + given + max(at_activation, read + closing)
+
+    @cached_property
+    def _cut_last_branch(self) -> tuple[list[SizedEntry], list[SizedEntry]]:
+        """The last branch's steps before its activation but a gather, and those after it but the residual.
+
+        Without an activation the last matmul is what comes after it.
+        """
+        branch = self.last_branch
+        places = [i for i, each in enumerate(branch) if each.kind == "activation"]
+        matmuls = [i for i, each in enumerate(branch) if each.kept_as == "matmuls"]
+        first, last = (places[0], places[-1] + 1) if places else (matmuls[-1], matmuls[-1])
+        return [each for each in branch[:first] if each.kind != "gather"], branch[last:-1]
 
     def in_experts(self, recompute: Recompute, layer: int) -> tuple[float, float]:
         """Held by the forward of a block of our own when it comes to its experts, and among them at the fullest.

@@ -3,7 +3,7 @@
 A sized tape is a function of a model and of few numbers, which many layouts share; so it is remembered.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -95,10 +95,12 @@ def size_end(model: ModelShape, options: TapeOptions, measures: Measures) -> tup
     return tuple(_size([*norm.record(options), *[gather] * options.is_split], measures))
 
 
-def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
+def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
     elements = {"compute": measures.compute, "cast": measures.cast, "exact": measures.exact, "index": measures.int64}
     ranks = {"stream": measures.stream_ranks, "branch": measures.tp, "whole": 1, "input": measures.input_ranks}
+    shared = _find_shared(tape, scatters=measures.stream_ranks > 1)
     scatters = measures.stream_ranks > 1
+    without = {each.name for entry in tape if not entry.is_differentiated for each in entry.makes}
 
     def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
         return {each.name: elements[each.format] * each.width / ranks[each.spread] for each in tensors}
@@ -109,25 +111,46 @@ def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
         work, forward_work, results = new, 0.0, tuple(makes.values())
         if entry.scratch is not None:
             work = sum([elements[each.format] * each.width / ranks[each.spread] for each in entry.scratch])
-        if entry.kind == "attention":
+        if entry.kind == "attention" and entry.saves:
             saves = {ATTENDED: used, "attention": measures.attention - used}
             work, forward_work, results = measures.backward_work, measures.forward_work, (measures.attention_results,)
         elif entry.kind == "gather":  # its backward is a reduce-scatter or an all-reduce, which writes beside its input
             work = new + used * measures.reorders
         elif entry.kind == "sum":
             work, forward_work = new * (1 + measures.reorders), new * measures.reorders
-        if entry.kind == "residual" or (entry.kind == "sum" and not scatters):  # pass their gradient on
-            reads, work = {}, 0.0
+        if entry.kind == "residual" or (entry.kind == "sum" and not scatters) or not entry.is_differentiated:
+            reads, work = {}, 0.0  # pass their gradient on, or have none
+        if entry.kind == "add":
+            reads = {name: nbytes for name, nbytes in reads.items() if name not in without}
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
-            entry.weights, forward_work, work, 0.0 if _shares_gradient(entry, scatters=scatters) else used,
-            entry.kept_as, results, measures.adds_apart and entry.reads[0].spread == "whole",
+            entry.weights, forward_work, work, 0.0 if entry.makes[0].name in shared else used,
+            entry.kept_as, results, measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
             sum(size(entry.weight_scratch).values()),
         )  # fmt: skip
 
 
-def _shares_gradient(entry: TapeEntry, *, scatters: bool) -> bool:
-    """Whether the gradient of an entry's result is the residual stream's, to which a branch's end is added."""
+def _find_shared(tape: Sequence[TapeEntry], *, scatters: bool) -> set[str]:
+    """Results whose gradient goes with no step: the residual stream's, to which a branch's end is added, or none.
+
+    Of a matmul whose result an adapter rescales it is the product's, and of both terms of an adapter's sum the sum's.
+    """
+    closing = {entry.makes[0].name for entry in tape if _closes_branch(entry, scatters=scatters)}
+    closing -= {each.name for entry in tape if entry.kind == "matmul" for each in entry.reads}  # an adapter's own
+    for entry in tape:
+        first = entry.reads[0].name if entry.reads else ""
+        if entry.kind == "rescale" and first in closing:
+            closing = closing - {first} | {entry.makes[0].name}
+        if entry.kind == "add":
+            names = {each.name for each in entry.reads}
+            closing = closing | names if first in closing else closing - names
+    return closing | {entry.makes[0].name for entry in tape if not entry.is_differentiated}
+
+
+def _closes_branch(entry: TapeEntry, *, scatters: bool) -> bool:
+    """Whether the gradient of an entry's result is the residual stream's."""
+    if not entry.reads:
+        return False
     read, made = entry.reads[0].spread, entry.makes[0].spread
     if made == "stream":
         return read != "stream" or entry.kind == "residual"

@@ -14,7 +14,8 @@ the rank's stages comes to its turn (before torch 2.13, one with gradients), or 
 Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the
 replicas; where masters have another format, what was summed stays beside the gradients until that is over. Where an
 engine sums the embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
-Frozen weights are gathered, and that is all; a unit of frozen weights alone is not reduced.
+Frozen weights lie in the compute format and are gathered, without a cast, and that is all; a unit of frozen weights
+alone is not reduced.
 """
 
 import functools
@@ -193,6 +194,14 @@ class UnitBytes:
         """Parameters of a unit's shard, the largest."""
         return unit.count(self.shards, self.expert_shards)
 
+    def shard_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's shard, the largest: masters of trained weights, and frozen ones in the compute format."""
+        return sum(n * self._master(is_trained=is_trained) for n, is_trained in self._list_shards(unit))
+
+    def _master(self, *, is_trained: bool) -> int:
+        """Bytes of each parameter of a weight's shard."""
+        return self.params if is_trained else self.compute
+
     def optimizer_bytes(self, unit: Unit) -> int:
         """Bytes that the optimizer keeps of a unit's shard, by the role of each weight."""
         total = 0
@@ -215,13 +224,13 @@ class UnitBytes:
         return self.gathered(unit) if unit and self.ranks(unit) > 1 else 0
 
     def fill(self, unit: Unit | None) -> list[tuple[MemoryKind, float]]:
-        """A unit's shard is cast, and all ranks' shards come into its buffer; one rank needs none."""
+        """A unit's trained weights' shards are cast, and all ranks' shards come into its buffer; one rank needs none."""
         if unit is None or self.ranks(unit) == 1:
             return []
-        flat: float = self.compute * self.shard(unit)
+        flat: float = self.compute * self.shard(unit if self.copies_masters else unit.trained)
         cast: list[tuple[MemoryKind, float]] = [(_B, flat)]
         if self.copies_masters:
-            cast = [step for n in self._shard_sizes(unit) for step in self._fetch(n)]
+            cast = [step for each in self._list_shards(unit) for step in self._fetch(*each)]
         return [*cast, (_B, self.buffer(unit)), (_B, -flat)]
 
     def take_out(self, unit: Unit) -> list[tuple[MemoryKind, float]]:
@@ -230,21 +239,25 @@ class UnitBytes:
             return [(_P, self.gathered(unit))]
         steps: list[tuple[MemoryKind, float]] = []
         last = 0.0  # what was fetched of the weight before, until the next one is there
-        for n in self._shard_sizes(unit):
-            fetched = self._fetch(n)
+        for n, is_trained in self._list_shards(unit):
+            fetched = self._fetch(n, is_trained)
             steps += [*fetched, (_B, -last), (_P, self.compute * n)]
             last = sum(size for _, size in fetched)
         return [*steps, (_B, -last)]
 
-    def _fetch(self, n: int) -> list[tuple[MemoryKind, float]]:
+    def _fetch(self, n: int, is_trained: bool) -> list[tuple[MemoryKind, float]]:
         """n parameters come from the host, where they lie there, and are cast, where their formats differ."""
-        master, casts = self.params * n, self.params != self.compute
+        master, casts = self.params * n, self._master(is_trained=is_trained) != self.compute
         if self.copies_masters and casts:
             return [(_B, master), (_B, self.compute * n), (_B, -master)]
         return [(_B, self.compute * n)] if self.copies_masters or casts else []
 
     def _shard_sizes(self, unit: Unit) -> list[int]:
         return unit.shard_sizes(self.shards, self.expert_shards)
+
+    def _list_shards(self, unit: Unit) -> list[tuple[int, bool]]:
+        """Parameters of each weight's largest shard, and whether it is trained."""
+        return [(n, name in unit.roles) for name, n in zip(unit.weights, self._shard_sizes(unit), strict=True)]
 
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
         """In forward: into its buffer, which stays until the next unit is out of its own, and out of it."""
