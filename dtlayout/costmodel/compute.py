@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of
+from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of, weigh_base
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
 from dtlayout.plans.plan import OVERLAPPED_PIECES
+from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKernel, NormKernel, RopeKernel
 from dtlayout.spec.kernel_table import find_kernel
@@ -133,6 +134,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
+    permuting_s += pass_s(scenario, _base_traffic_bytes(scenario, layout, kernels))  # as much in backward
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
@@ -248,6 +250,25 @@ def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
             elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
             cast.update(each.name for each in new)
     return fmt.cast_bytes * elements
+
+
+def _base_traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """Bytes moved when the weights of a block that are stored in few bits are computed, before each of their matmuls.
+
+    Compiled blocks read codes and write the weight. Else codes become indices, a table is read with these, and what
+    comes of it is multiplied by its scale: `ops.quantized`.
+    """
+    if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
+        return 0.0
+    weight, lookup = weigh_base(scenario)
+    passes = 0.0 if kernels.compiles_blocks else 2 * lookup + 2 * weight
+    return (base.bits / 8 + weight + passes) * _count_quantized(scenario.model) / layout.tp
+
+
+@lru_cache(maxsize=256)
+def _count_quantized(model: ModelShape) -> int:
+    """Elements of a block's weights that a quantized base stores."""
+    return sum(weight.numel for weight in describe(model).block_weights if weight.can_be_quantized)
 
 
 def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from dtlayout.base.refusals import Refusal, describe, show_value
 from dtlayout.costmodel.engine import KNOWN_AXES, OWN_ENGINE, Engine
 from dtlayout.models.families import describe as describe_model
-from dtlayout.models.operations import Linear
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape, divisors
@@ -168,12 +167,13 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
         return [Refusal("precision.base", what, "use base=compute, or [adapter]")]
     broken = dict[str, Refusal]()
     for kind, _ in model.kinds(range(model.num_layers)):
-        for linear in (each for each in describe_model(kind).block if isinstance(each, Linear) and not each.trains):
-            ranks = tp if linear.style == "rowwise" else 1
-            if linear.style == "replicated" or linear.inputs % (base.block * ranks) == 0:
+        for weight in (each for each in describe_model(kind).block_weights if each.can_be_quantized):
+            (_, columns), ranks = weight.shape, tp if weight.split == 1 else 1
+            if columns % (base.block * ranks) == 0:
                 continue
-            name, legal = linear.module, [n for n in divisors(tp) if linear.inputs % (base.block * n) == 0]
-            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {linear.inputs} elements"
+            legal = [n for n in divisors(tp) if columns % (base.block * n) == 0]
+            name = weight.name.removesuffix(".weight")
+            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {columns} elements"
             what += f" on {ranks} ranks of tp" * (ranks > 1)
             advice = f"use tp={' or '.join(map(str, legal))}" if legal else "use base=compute"
             broken.setdefault(name, Refusal("precision.base", what, advice))

@@ -201,8 +201,9 @@ class Estimator:
         ]
 
     def _count_apart(self, chunks: Sequence[StageSlice], layout: Layout) -> Apart:
-        model, optimizer = self.scenario.model, self.scenario.optimizer
-        return Apart.add((count_apart(model, optimizer, chunk, layout.tp, layout.ep), 1) for chunk in chunks)
+        model, optimizer, precision = self.scenario.model, self.scenario.optimizer, self.scenario.precision
+        counted = (count_apart(model, optimizer, chunk, layout.tp, layout.ep, precision) for chunk in chunks)
+        return Apart.add((apart, 1) for apart in counted)
 
     def fits_host(self, layout: Layout, kernels: Kernels) -> bool:
         """`Estimate.fits_host`, without the rest."""

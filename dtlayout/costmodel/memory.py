@@ -18,7 +18,7 @@ from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
-from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of
+from dtlayout.costmodel.scenario import Scenario, count_state_shards, format_sizes, fullest_share, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import Weight
@@ -247,8 +247,9 @@ def state_bytes(
     groups = list_trained(scenario.optimizer, n, of_experts, apart)
     shards = [(each, own.shard(layout)) for each, own in groups]
     trained, shard, frozen = n - apart.frozen.total, sum([own for _, own in shards]), apart.frozen.shard(layout)
+    spared = apart.spared / (count_state_shards(layout) if gathers else 1)
     return {
-        "parameters": 2 * (shard + frozen if gathers else n),
+        "parameters": 2 * ((shard + frozen if gathers else n) - spared),
         "gradients": features.gradient_bytes * (shard if layout.zero > 1 and layout.pp == 1 else trained),
         "optimizer": sum([(4 + each.state_bytes(4) + copy_bytes) * own for each, own in shards]),
         "buffers": (features.bucket_bytes * trained if layout.dp > 1 else 0.0) + (2 * 2 * unit if gathers else 0.0),

@@ -56,7 +56,7 @@ def state_on_host_bytes(scenario: Scenario, layout: Layout, num_parameters: floa
     if not layout.offloads_state:
         return 0.0
     params = BYTES[scenario.precision.params]
-    held = BYTES[scenario.precision.compute] * apart.frozen.total / count_state_shards(layout)
+    held = BYTES[scenario.precision.compute] * apart.stored / count_state_shards(layout)
     for optimizer, own in list_trained(scenario.optimizer, num_parameters, 0.0, apart):
         each = 2 * params + optimizer.state_bytes(params)  # a master and its gradient
         held += each * own.total / count_state_shards(layout)
@@ -148,8 +148,8 @@ def state_times(
     """Seconds for the shard of n parameters: copying the masters, copying the gradients, adding these to others on the
     host, and the update there."""
     params, shards = BYTES[scenario.precision.params], count_state_shards(layout)
-    shard, trained = n / shards, (n - apart.frozen.total) / shards
-    masters = params * trained + BYTES[scenario.precision.compute] * (shard - trained)
+    trained = (n - apart.frozen.total) / shards
+    masters = params * trained + BYTES[scenario.precision.compute] * apart.stored / shards
     masters_s = 0.0 if scenario.is_on_host else copy_s(scenario, masters)
     gradients_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * trained)
     adding_s = gradients_s + host_pass_s(scenario, 3 * params * trained)

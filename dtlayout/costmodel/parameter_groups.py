@@ -13,9 +13,14 @@ from dtlayout.costmodel.scenario import count_expert_shards, count_state_shards
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Weight
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import Optimizer
+from dtlayout.spec.precision import BYTES, Precision
+
+MIXED = Precision()
+"""The usual formats, in which nothing is quantized."""
 
 
 class ParameterCount(NamedTuple):
@@ -44,23 +49,33 @@ class Apart(NamedTuple):
     """Parameters that are not trained."""
     others: tuple[tuple[Optimizer, ParameterCount], ...] = ()
     """Each other optimizer that shares the model, and its parameters."""
+    spared: float = 0.0
+    """Number by which frozen parameters would be fewer, were a quantized base one of the compute format: what it spares
+    of their bytes."""
 
     @classmethod
     def add(cls, counted: Iterable[tuple["Apart", int]]) -> "Apart":
         """Parameters of several stages together, of each as often as its number says."""
         found: dict[Optimizer | None, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        spared = 0.0
         for apart, count in counted:
             if apart is NONE_APART:
                 continue
+            spared += count * apart.spared
             for owner, numbers in ((None, apart.frozen), *apart.others):
                 found[owner][0] += count * numbers.everywhere
                 found[owner][1] += count * numbers.of_experts
-        return cls._of(found) if found else NONE_APART
+        return cls._of(found, spared) if found else NONE_APART
 
     @classmethod
-    def _of(cls, found: dict[Optimizer | None, list[float]]) -> "Apart":
+    def _of(cls, found: dict[Optimizer | None, list[float]], spared: float) -> "Apart":
         others = ((owner, ParameterCount(*numbers)) for owner, numbers in found.items() if owner is not None)
-        return cls(ParameterCount(*found.get(None, ())), tuple(others))
+        return cls(ParameterCount(*found.get(None, ())), tuple(others), spared)
+
+    @property
+    def stored(self) -> float:
+        """Parameters of the compute format that take as many bytes as the frozen ones."""
+        return self.frozen.total - self.spared
 
 
 NONE_APART = Apart()
@@ -68,8 +83,12 @@ NONE_APART = Apart()
 
 
 @lru_cache(maxsize=1024)
-def count_apart(model: ModelShape, optimizer: Optimizer, stage: StageSlice, tp: int, ep: int = 1) -> Apart:
+def count_apart(
+    model: ModelShape, optimizer: Optimizer, stage: StageSlice, tp: int, ep: int = 1, precision: Precision = MIXED
+) -> Apart:
     """Parameters of one rank of a stage that `optimizer` does not update itself; a tied head counts once."""
+    base, compute = BASE_FORMATS.get(precision.base), BYTES[precision.compute]
+    spares, spared = 0.0 if base is None else 1 - base.stored_bytes(compute) / compute, 0.0
     described = describe(model)
     has_own_head = stage.head and not (model.tied_embeddings and stage.embedding)
     counted = [(weight, 1) for weight in (described.embedding,) * stage.embedding]
@@ -81,7 +100,8 @@ def count_apart(model: ModelShape, optimizer: Optimizer, stage: StageSlice, tp: 
         if (owner := _find_owner(weight, optimizer)) is not optimizer:
             split = ep if weight.is_of_experts else 1 if weight.split is None else tp
             found[owner][weight.is_of_experts] += count * weight.numel / split
-    return Apart._of(found) if found else NONE_APART
+            spared += count * weight.numel / split * spares * weight.can_be_quantized
+    return Apart._of(found, spared) if found else NONE_APART
 
 
 def _find_owner(weight: Weight, optimizer: Optimizer) -> Optimizer | None:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from dtlayout.base.refusals import Refusal, describe
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS
-from dtlayout.costmodel.engine_rules import check_matmuls, find_layout_lacks, find_model_lacks
+from dtlayout.costmodel.engine_rules import check_base, check_matmuls, find_layout_lacks, find_model_lacks
 from dtlayout.pipelining.partition import StageSlice, to_slices
+from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
 from dtlayout.spec.device import Device, device_of
@@ -117,6 +118,7 @@ def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
     """A line for everything but kernels in a legal layout that the engine, or its GPUs, do not have."""
     problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
     problems += find_update_problems(scenario, layout)
+    problems += describe(check_base(scenario.precision, scenario.model, layout.tp))
     return problems + find_layout_lacks(scenario.engine, layout, scenario.model)
 
 
@@ -204,6 +206,23 @@ class FormatSizes(NamedTuple):
     """Inputs that matmuls below bf16 keep, as the engine keeps them."""
     exact: float
     """Statistics and copies of norms, RoPE and the loss: fp32 or finer."""
+
+
+class BaseSizes(NamedTuple):
+    """Bytes of one element of a frozen weight of few bits while it is computed; 0 where none is."""
+
+    weight: float
+    """The weight in the compute format."""
+    lookup: float
+    """What its codes become before that."""
+
+
+def weigh_base(scenario: Scenario) -> BaseSizes:
+    """Bytes with which a quantized base is computed, `ops.quantized`: codes of 4 bits are looked up by pairs, of which
+    each has an int32."""
+    if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
+        return BaseSizes(0.0, 0.0)
+    return BaseSizes(BYTES[scenario.precision.compute], 4 * base.bits / 8 if base.bits < 8 else 0.0)
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:

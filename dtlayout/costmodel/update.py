@@ -50,7 +50,8 @@ def find_update(
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
     frozen = apart.frozen
-    once: Iterable[float] = _once_s(scenario, layout, everywhere, head, frozen.everywhere, keeps_head=keeps_head)
+    alike = frozen.everywhere, apart.spared
+    once: Iterable[float] = _once_s(scenario, layout, everywhere, head, *alike, keeps_head=keeps_head)
     if of_experts:
         once = map(add, once, _experts_once_s(scenario, layout, of_experts, frozen.of_experts))
     reduce_s, copy_s, gather_s, recompute_s = once
@@ -130,13 +131,16 @@ _Once = tuple[float, float, float, float]
 """All of an `Update` but the optimizer."""
 
 
-def _once_s(scenario: Scenario, layout: Layout, n: float, head: float, frozen: float, *, keeps_head: bool) -> _Once:
+def _once_s(
+    scenario: Scenario, layout: Layout, n: float, head: float, frozen: float, spared: float, *, keeps_head: bool
+) -> _Once:
     """Seconds for the n parameters that all ranks of a stage have.
 
-    `head` of them are the head's, which may stay gathered for its backward, and `frozen` ones are not reduced.
+    `head` of them are the head's, which may stay gathered for its backward, and `frozen` ones are not reduced, whose
+    bytes are those of `spared` parameters fewer.
     """
     shards, e = count_state_shards(layout), activation_size(scenario)
-    gathered = _weight_size(scenario) * (n - head) + e * head - _spared_bytes(scenario, layout, frozen)
+    gathered = _weight_size(scenario) * (n - head) + e * head - _spared_bytes(scenario, layout, frozen, spared)
     again, copies = gathered - e * head * keeps_head, layout.dp * layout.cp // shards
     return _send_once(scenario, layout, n - frozen, gathered, again, shards, copies, layout.tp)
 
@@ -149,10 +153,13 @@ def _experts_once_s(scenario: Scenario, layout: Layout, n: float, frozen: float)
     return _send_once(scenario, layout, n - frozen, gathered, gathered, shards, copies, layout.ep)
 
 
-def _spared_bytes(scenario: Scenario, layout: Layout, frozen: float) -> float:
-    """Bytes of frozen parameters that are not gathered: a distributed optimizer leaves them whole below ZeRO-3."""
+def _spared_bytes(scenario: Scenario, layout: Layout, frozen: float, spared: float = 0.0) -> float:
+    """Bytes of frozen parameters that are not gathered: a distributed optimizer leaves them whole below ZeRO-3.
+
+    Elsewhere it is what a quantized base spares, in parameters of the compute format.
+    """
     is_left_whole = scenario.engine.features.sharding != "fsdp2" and layout.zero < 3
-    return _weight_size(scenario) * frozen if is_left_whole else 0.0
+    return _weight_size(scenario) * (frozen if is_left_whole else spared)
 
 
 def _weight_size(scenario: Scenario) -> float:

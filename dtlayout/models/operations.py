@@ -45,6 +45,11 @@ class Weight:
         """Parameters, over all tp ranks."""
         return prod(self.shape)
 
+    @property
+    def can_be_quantized(self) -> bool:
+        """Whether `precision.base` may store it in few bits: a frozen matrix of a linear layer that is no router."""
+        return not self.trains and self.role == "matrix" and self.split is not None
+
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
         """The weight's shape on each of `tp` ranks, an expert's on each of `ep`."""
         if self.is_of_experts:

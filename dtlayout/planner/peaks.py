@@ -24,7 +24,7 @@ from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.rank_groups import Counts, RankGroup
-from dtlayout.costmodel.scenario import Scenario, tokens_of
+from dtlayout.costmodel.scenario import Scenario, count_state_shards, tokens_of
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.schedules.actions import PASS_BACK, RELEASE
 from dtlayout.spec.kernels import Kernels
@@ -149,12 +149,14 @@ class Peaks:
             if state_on_host_bytes(self.scenario, layout, n, apart) > self.estimator.host_capacity_bytes:
                 return inf
             whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and has_gradients else 0.0)
-            return whole * trained + (compute if layout.zero < 3 else 0.0) * apart.frozen.total
+            return whole * trained + (compute if layout.zero < 3 else 0.0) * apart.stored
         groups = list_trained(self.scenario.optimizer, n, of_experts, apart)
         shards = [(optimizer, own.shard(layout)) for optimizer, own in groups]
         gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum([own for _, own in shards])
         state = sum([(params + optimizer.state_bytes(params)) * own for optimizer, own in shards])
-        state += compute * apart.frozen.shard(layout) + (compute * n if layout.zero < 3 else 0.0)
+        spared = compute * apart.spared
+        state += compute * apart.frozen.shard(layout) - spared / count_state_shards(layout)
+        state += compute * n - spared if layout.zero < 3 else 0.0
         return state + (gradients if has_gradients else 0.0)
 
 
@@ -162,7 +164,8 @@ def _count_sizes(scenario: Scenario, counts: Counts, tp: int, ep: int = 1) -> Ra
     model, examples = scenario.model, [(each.example, count) for each, count in counts]
     n = sum([count * memory.count_stage_parameters(model, stage, tp, ep) for stage, count in examples])
     of_experts = sum([count * memory.count_stage_experts(model, stage, ep) for stage, count in examples])
-    apart = Apart.add([(count_apart(model, scenario.optimizer, stage, tp, ep), count) for stage, count in examples])
+    optimizer, precision = scenario.optimizer, scenario.precision
+    apart = Apart.add([(count_apart(model, optimizer, each, tp, ep, precision), number) for each, number in examples])
     return RankSizes(n, memory.largest_unit(model, [stage for stage, _ in examples], tp, ep), of_experts, apart)
 
 

@@ -38,6 +38,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.cache_keys import StateLayout
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.engine_rules import (
+    check_base,
     check_copies_of_experts,
     check_data_parallel,
     check_recompute,
@@ -307,4 +308,5 @@ class Space:
         """Whether a layout is legal, and the engine has all of it that was not granted."""
         scenario, had = self.scenario, self.without_granted(layout)
         legal = layout.is_legal(scenario.model, scenario.batch)
-        return legal and not find_layout_lacks(scenario.engine, had, scenario.model)
+        lacks = find_layout_lacks(scenario.engine, had, scenario.model) if legal else []
+        return legal and not lacks and not check_base(scenario.precision, scenario.model, layout.tp)

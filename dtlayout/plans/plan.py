@@ -155,9 +155,9 @@ def find_frozen(model: ModelShape) -> tuple[str, ...]:
 
 
 def find_quantized(model: ModelShape) -> tuple[str, ...]:
-    """Patterns of the linear layers whose frozen weights can be stored in few bits; routers are none of them."""
-    linears = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
-    return tuple(f"{where}.{each.module}" for where, each in linears if not each.trains and each.style != "replicated")
+    """Patterns of the linear layers whose frozen weights `precision.base` may store in few bits."""
+    found = ((where, each) for where, block in _list_blocks(model) for operation in block for each in operation.weights)
+    return tuple(f"{where}.{each.name.removesuffix('.weight')}" for where, each in found if each.can_be_quantized)
 
 
 def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:

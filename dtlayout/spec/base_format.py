@@ -17,6 +17,14 @@ class BaseFormat:
     block: int
     """Elements of a row that share a scale. Blocks are short parts of rows, so that tp can split rows between them."""
 
+    def stored_bytes(self, compute_bytes: int) -> float:
+        """Bytes of an element with its part of a scale, which is in a compute format of so many bytes.
+
+        >>> BASE_FORMATS["nf4"].stored_bytes(2)
+        0.53125
+        """
+        return self.bits / 8 + compute_bytes / self.block
+
     def code_columns(self, columns: int) -> int:
         """Bytes of a row of so many elements, scales not counted."""
         return columns * self.bits // 8

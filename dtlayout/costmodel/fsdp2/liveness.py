@@ -5,7 +5,7 @@ A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules 
 - A step makes the gradients of what it read; then those of what it made go, and what it alone had saved.
 - A tensor that several steps read has one gradient, to which later ones are added.
 - A residual passes its gradient on to both of its inputs, which share it until a norm's is added to it.
-- An adapter's sum passes its gradient on to both matmuls, which share it; it goes when the later one, the base, is over.
+- An adapter's sum passes its gradient on to both matmuls, which share it; it goes when the base's backward is over.
 - A sum over tp without sequence parallelism passes its gradient on; with it, it gathers one.
 - Gradients of weights come before the step's own tensors go, but a norm's come after.
 - A matmul without trained weights saves no input.
@@ -117,5 +117,5 @@ def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Ste
 
 
 def _has_delayed(entry: SizedEntry) -> bool:
-    """Whether a split backward puts off the gradients of an entry's weights; those of norms, vectors and experts it does not."""
+    """Whether a split backward puts off the gradients of an entry's weights: of matmuls, but not of experts."""
     return entry.kind == "matmul" and bool(entry.weights)

@@ -12,7 +12,6 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
 
-
 SizesOf = Callable[[ModelShape, bool], Sizes]
 """(a kind of block, whether its input needs no gradient) → its sizes."""
 
@@ -43,9 +42,9 @@ class BlockRun(NamedTuple):
 
 
 def find_runs(
-    model: ModelShape, layout: Layout, sizes: SizesOf, stage: StageSlice, *, nests_experts: bool
+    model: ModelShape, layout: Layout, sizes: SizesOf, stage: StageSlice, *, nests_experts: bool, base: str
 ) -> list[BlockRun]:
-    """The runs of a stage, first to last; `nests_experts` is a feature."""
+    """The runs of a stage, first to last; `nests_experts` is a feature, `base` that of `Precision`."""
     recompute, forward_only = Recompute.parse(layout.recompute), find_forward_only(model, stage)
     last = find_first_differentiated(model) if stage.embedding else None
     runs = []
@@ -57,7 +56,7 @@ def find_runs(
         layer, *others = run
         kind, has_backward = model.kind_of(layer), layer not in forward_only
         size, num_blocks = sizes(kind, layer == last), 1 + len(others)
-        unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts)
+        unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts, base=base)
         kept, again, in_branch = 0.0, 0.0, size.in_last_branch_only(recompute, layer)
         if has_backward:
             kept, again = size.kept(recompute, layer), size.recomputed(recompute, layer)

@@ -16,7 +16,7 @@ from math import ceil
 
 from dtlayout.costmodel.fsdp2.liveness import hold_at_end, hold_until
 from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
-from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of
+from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of, weigh_base
 from dtlayout.models.families import describe
 from dtlayout.models.tape import TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
@@ -100,6 +100,7 @@ class Sizes:
             layout.tp, self.stream_ranks, self.input_ranks,
             self.reorders, self.is_split and scenario.engine.features.dtensor_activations,
             self.attention, self.attention_results, self.forward_work, self.backward_work,
+            *weigh_base(scenario),
         )  # fmt: skip
 
     def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:

@@ -5,6 +5,7 @@ A sized tape is a function of a model and of few numbers, which many layouts sha
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from dtlayout.models.families import block_tape, describe
@@ -43,6 +44,10 @@ class Measures(NamedTuple):
     """Bytes of the work space of attention's forward at its fullest, beside what it keeps."""
     backward_work: float
     """Bytes of the work space of attention's backward at its fullest."""
+    weight: float = 0.0
+    """Bytes of an element of a frozen weight that is computed out of few bits; 0 where it is there."""
+    lookup: float = 0.0
+    """Bytes of an element of what its codes become first."""
 
 
 class SizedEntry(NamedTuple):
@@ -118,6 +123,15 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             work = new + used * measures.reorders
         elif entry.kind == "sum":
             work, forward_work = new * (1 + measures.reorders), new * measures.reorders
+        if (
+            measures.weight and entry.casts and not entry.weights
+        ):  # a quantized base: the weight, after what its codes become
+            own = [
+                each.width / (measures.tp if each.spread == "branch" else 1) for each in (*entry.reads, *entry.makes)
+            ]
+            weight, lookup = (each * prod(own) for each in (measures.weight, measures.lookup))
+            work = max(new, lookup) + weight
+            forward_work = max(weight, weight + lookup - used)
         if entry.kind == "residual" or (entry.kind == "sum" and not scatters) or not entry.is_differentiated:
             reads, work = {}, 0.0  # pass their gradient on, or have none
         if entry.kind == "add":

@@ -30,6 +30,7 @@ from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Weight
+from dtlayout.spec.base_format import BASE_FORMATS, SCALE
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import BYTES
@@ -53,25 +54,41 @@ class Unit:
     """Names of the weights that are stacks of experts' matrices, which fewer ranks hold."""
     roles: Mapping[str, Role] = field(default_factory=dict)
     """Name of each trained weight → its role."""
+    code_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Name of each weight of codes → bytes of one of them; all others are numbers."""
 
     @classmethod
     def of(
-        cls, weights: Iterable[Weight], tp: int, ep: int = 1, *, partial: int = 0, keeps_stacks: bool = False
+        cls,
+        weights: Iterable[Weight],
+        tp: int,
+        ep: int = 1,
+        *,
+        partial: int = 0,
+        keeps_stacks: bool = False,
+        base: str = "compute",
     ) -> "Unit":
         """The unit of some weights, counters left out; the matrices of a rank's experts lie under each other.
 
-        With `keeps_stacks` whole experts are shards, or rows of all of them where there are more ranks.
+        With `keeps_stacks` whole experts are shards, or rows of all of them where there are more ranks. `base` is that
+        of `Precision`: a weight that it quantizes is codes and scales.
         """
+        few_bits, codes = BASE_FORMATS.get(base), dict[str, int]()
         shapes, of_experts, roles = dict[str, Shape](), set[str](), dict[str, Role]()
         for weight in (each for each in weights if not each.is_counter):
             shape = weight.local_shape(tp, ep)
             if weight.is_of_experts:
                 of_experts.add(weight.name)
                 shape = shape if keeps_stacks else (shape[0] * shape[1], *shape[2:])
+            if few_bits and weight.can_be_quantized:
+                codes[weight.name] = 1
+                shapes[weight.name] = (shape[0], few_bits.code_columns(shape[1]))
+                shapes[f"{weight.name}{SCALE}"] = (shape[0], few_bits.scale_columns(shape[1]))
+                continue
             shapes[weight.name] = shape
             if weight.trains:
                 roles[weight.name] = weight.role
-        return cls(shapes, partial, frozenset(of_experts), roles)
+        return cls(shapes, partial, frozenset(of_experts), roles, codes)
 
     @property
     def is_nested(self) -> bool:
@@ -147,17 +164,20 @@ class BlockUnits(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def block_unit(model: ModelShape, tp: int, ep: int) -> Unit:
+def block_unit(model: ModelShape, tp: int, ep: int, base: str = "compute") -> Unit:
     """Unit of a whole block, of which other programs have no other."""
-    return Unit.of(describe(model).block_weights, tp, ep)
+    return Unit.of(describe(model).block_weights, tp, ep, base=base)
 
 
 @lru_cache(maxsize=256)
-def block_units(model: ModelShape, tp: int, ep: int, *, nests_experts: bool) -> BlockUnits:
-    """The units of a block; `nests_experts` is the engine's feature."""
+def block_units(model: ModelShape, tp: int, ep: int, *, nests_experts: bool, base: str = "compute") -> BlockUnits:
+    """The units of a block; `nests_experts` is the engine's feature, `base` that of `Precision`."""
     if not (nests_experts and model.experts):
-        return BlockUnits(block_unit(model, tp, ep), None)
-    weights, unit = describe(model).block_weights, functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True)
+        return BlockUnits(block_unit(model, tp, ep, base), None)
+    weights, unit = (
+        describe(model).block_weights,
+        functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True, base=base),
+    )
     if ep == tp == 1:  # `plans.plan.needs_expert_mesh`
         return BlockUnits(unit(weights), None)
     return BlockUnits(*(unit([each for each in weights if each.is_of_experts is has]) for has in (False, True)))
@@ -172,7 +192,7 @@ class UnitBytes:
         self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.expert_shards = count_expert_shards(layout)
-        self.nests_experts = scenario.engine.features.nests_experts
+        self.nests_experts, self.base = scenario.engine.features.nests_experts, formats.base
         self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
         self.on_host = layout.offloads_state
         """Whether masters, gradients and the optimizer's state lie on the host."""
@@ -195,12 +215,8 @@ class UnitBytes:
         return unit.count(self.shards, self.expert_shards)
 
     def shard_bytes(self, unit: Unit) -> int:
-        """Bytes of a unit's shard, the largest: masters of trained weights, and frozen ones in the compute format."""
-        return sum(n * self._master(is_trained=is_trained) for n, is_trained in self._list_shards(unit))
-
-    def _master(self, *, is_trained: bool) -> int:
-        """Bytes of each parameter of a weight's shard."""
-        return self.params if is_trained else self.compute
+        """Bytes of a unit's shard, the largest: masters of trained weights, and frozen ones as they are stored."""
+        return sum(n * stored for n, stored, _ in self._list_shards(unit))
 
     def optimizer_bytes(self, unit: Unit) -> int:
         """Bytes that the optimizer keeps of a unit's shard, by the role of each weight."""
@@ -217,14 +233,18 @@ class UnitBytes:
 
     def gathered(self, unit: Unit) -> int:
         """Bytes of a unit's parameters to compute with."""
-        return self.compute * self.padded(unit)
+        whole = self.compute * self.padded(unit)
+        if unit.code_bytes:
+            spared = [self.shards * n * (self.compute - used) for n, _, used in self._list_shards(unit)]
+            whole -= sum(spared)
+        return whole
 
     def buffer(self, unit: Unit | None) -> int:
         """Bytes of the buffer through which a unit is gathered; one rank needs none."""
         return self.gathered(unit) if unit and self.ranks(unit) > 1 else 0
 
     def fill(self, unit: Unit | None) -> list[tuple[MemoryKind, float]]:
-        """A unit's trained weights' shards are cast, and all ranks' shards come into its buffer; one rank needs none."""
+        """Shards of trained weights are cast, and all ranks' shards come into the buffer; one rank needs none."""
         if unit is None or self.ranks(unit) == 1:
             return []
         flat: float = self.compute * self.shard(unit if self.copies_masters else unit.trained)
@@ -239,25 +259,29 @@ class UnitBytes:
             return [(_P, self.gathered(unit))]
         steps: list[tuple[MemoryKind, float]] = []
         last = 0.0  # what was fetched of the weight before, until the next one is there
-        for n, is_trained in self._list_shards(unit):
-            fetched = self._fetch(n, is_trained)
-            steps += [*fetched, (_B, -last), (_P, self.compute * n)]
+        for n, stored, used in self._list_shards(unit):
+            fetched = self._fetch(n, stored, used)
+            steps += [*fetched, (_B, -last), (_P, used * n)]
             last = sum(size for _, size in fetched)
         return [*steps, (_B, -last)]
 
-    def _fetch(self, n: int, is_trained: bool) -> list[tuple[MemoryKind, float]]:
-        """n parameters come from the host, where they lie there, and are cast, where their formats differ."""
-        master, casts = self.params * n, self._master(is_trained=is_trained) != self.compute
-        if self.copies_masters and casts:
-            return [(_B, master), (_B, self.compute * n), (_B, -master)]
-        return [(_B, self.compute * n)] if self.copies_masters or casts else []
+    def _fetch(self, n: int, stored: int, used: int) -> list[tuple[MemoryKind, float]]:
+        """n parameters come from the host, where they lie there, and are cast, where their formats differ.
+
+        Each takes `stored` bytes before and `used` after it.
+        """
+        if self.copies_masters and stored != used:
+            return [(_B, stored * n), (_B, used * n), (_B, -stored * n)]
+        return [(_B, used * n)] if self.copies_masters or stored != used else []
 
     def _shard_sizes(self, unit: Unit) -> list[int]:
         return unit.shard_sizes(self.shards, self.expert_shards)
 
-    def _list_shards(self, unit: Unit) -> list[tuple[int, bool]]:
-        """Parameters of each weight's largest shard, and whether it is trained."""
-        return [(n, name in unit.roles) for name, n in zip(unit.weights, self._shard_sizes(unit), strict=True)]
+    def _list_shards(self, unit: Unit) -> list[tuple[int, int, int]]:
+        """Parameters of each weight's largest shard, with the bytes of one as it is stored, and as it is gathered."""
+        sizes = zip(unit.weights, self._shard_sizes(unit), strict=True)
+        used = [(name, n, unit.code_bytes.get(name, self.compute)) for name, n in sizes]
+        return [(n, self.params if name in unit.roles else each, each) for name, n, each in used]
 
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
         """In forward: into its buffer, which stays until the next unit is out of its own, and out of it."""
