@@ -46,8 +46,8 @@ class Family:
     """Field of `Experts` → key of config.json; empty where no model of the family has experts."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Key of config.json → another key that means the same; the second is written."""
-    allowed: Mapping[str, Any] = field(default_factory=dict)
-    """Key of config.json → the only value with which the blocks here compute what `transformers` does."""
+    allowed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Key of config.json → the only values with which the blocks here compute what `transformers` does."""
     stored_names: Mapping[str, str] = field(default_factory=lambda: STORED_NAMES)
     """Weight of a block → its name in a Hugging Face folder, where that is another; "*" is the number of an expert."""
 
@@ -76,6 +76,13 @@ _QWEN3_MOE = _ROUTING | {
     "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "norm_topk_prob": False, "mlp_only_layers": [],
 }  # fmt: skip
+_DOTS1 = {
+    "vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    "sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408, "n_shared_experts": None,
+    "n_routed_experts": None, "num_experts_per_tok": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
 """Defaults of `transformers` 5 and 4, where the two versions agree."""
 
 FAMILIES: dict[str, Family] = {
@@ -96,7 +103,7 @@ FAMILIES: dict[str, Family] = {
                 "number": "num_local_experts", "per_token": "num_experts_per_tok", "ffn_size": "intermediate_size",
                 "balance_loss": "router_aux_loss_coef",
             },
-            synonyms={"num_experts": "num_local_experts"}, allowed={"router_jitter_noise": 0.0},
+            synonyms={"num_experts": "num_local_experts"}, allowed={"router_jitter_noise": (0.0,)},
         ),
         Family(
             name="qwen3_moe", architecture="Qwen3MoeForCausalLM", traits={"qk_norm": True}, defaults=_QWEN3_MOE,
@@ -105,8 +112,22 @@ FAMILIES: dict[str, Family] = {
                 "normalized": "norm_topk_prob", "dense_layers": "mlp_only_layers",
                 "balance_loss": "router_aux_loss_coef",
             },
-            synonyms={"num_local_experts": "num_experts"}, allowed={"decoder_sparse_step": 1},
+            synonyms={"num_local_experts": "num_experts"}, allowed={"decoder_sparse_step": (1,)},
             ignored_keys=("mlp_bias",),
+        ),
+        Family(
+            name="dots1", architecture="Dots1ForCausalLM", defaults=_DOTS1,
+            traits={"qk_norm": True, "experts": {"score": "sigmoid", "correction_bias": True}},
+            experts={
+                "number": "n_routed_experts", "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size",
+                "shared_ffn_size": "n_shared_experts", "dense_layers": "first_k_dense_replace", "groups": "n_group",
+                "groups_per_token": "topk_group", "normalized": "norm_topk_prob", "scale": "routed_scaling_factor",
+            },
+            synonyms={"num_local_experts": "n_routed_experts"},
+            allowed={
+                "scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+            },
+            ignored_keys=("mlp_bias", "output_router_logits"),
         ),
     )
 }  # fmt: skip

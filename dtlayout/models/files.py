@@ -74,6 +74,9 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
         config["max_position_embeddings"] = max(max_seq_len or 0, stretched)  # as far as the wavelengths reach
         scaling["original_max_position_embeddings"] = scaling.pop("original_context")
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    defaults = find_family(model.family).defaults
+    if defaults.get("sliding_window") is not None and "use_sliding_window" not in defaults:
+        config["sliding_window"] = None  # without the key blocks from some number on have a window
     if model.experts is not None:
         config |= write_experts(model.experts, find_family(model.family))
     if strip_training(parse_hf(config, model.name)) != strip_training(model):

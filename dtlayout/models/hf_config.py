@@ -164,7 +164,7 @@ def _find_family(config: dict[str, Any]) -> Family:
 
 def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
     """Problems with keys that change sizes or numbers in ways not computed here, or whose names sound like that."""
-    usual = _USUAL | {key: (value,) for key, value in family.allowed.items()}
+    usual = _USUAL | dict(family.allowed)
     for key, values in usual.items():
         if key in config and config[key] not in values:
             yield f"{key}={config[key]!r} is not known; {values[0]!r} is"
@@ -186,9 +186,10 @@ def _shorten(value: Any) -> str:
 
 def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layers: Any) -> Iterator[str]:
     """Problems with blocks that would not attend to all earlier tokens."""
-    kinds, is_switched = config.get("layer_types"), "use_sliding_window" in defaults
-    # Mixtures of experts have a window in each block or in none, and do not ask what kind a block is.
-    is_everywhere = "sliding_window" in defaults and "max_window_layers" not in defaults
+    kinds, has_windows = config.get("layer_types"), "sliding_window" in defaults
+    is_switched = "use_sliding_window" in defaults or not has_windows
+    # Mixtral and Qwen3-MoE have a window in each block or in none, and do not ask what kind a block is.
+    is_everywhere = has_windows and "max_window_layers" not in defaults
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             yield f"layer_types={_shorten(kinds)} must name each of num_hidden_layers={num_layers} blocks"
@@ -197,15 +198,15 @@ def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layer
         if not is_everywhere:
             return
     is_used = config.get("use_sliding_window", defaults.get("use_sliding_window"))
-    if is_used and not is_switched:
+    if is_used and "use_sliding_window" not in defaults:
         yield f"use_sliding_window={_shorten(is_used)} is not known of {config.get('model_type')}"
         return
-    window = config.get("sliding_window", defaults.get("sliding_window") if is_used else None)
-    if window is None or (is_used is False and (is_switched or not is_everywhere)):
+    window = config.get("sliding_window", defaults.get("sliding_window") if is_used or not is_switched else None)
+    if window is None or (is_used is False and is_switched):
         return
     first = 0 if is_everywhere else config.get("max_window_layers", defaults.get("max_window_layers", 0))
     if not isinstance(first, int) or not isinstance(num_layers, int) or first < num_layers:
-        off = "use_sliding_window=false" if is_switched or not is_everywhere else "sliding_window=null"
+        off = "use_sliding_window=false" if is_switched else "sliding_window=null"
         yield f"sliding_window={window!r} is on in blocks from {first} on; use {off} to plan without"
 
 

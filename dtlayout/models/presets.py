@@ -23,6 +23,11 @@ _QWEN3 = {
 _QWEN3_SMALL = _QWEN3 | {"tied_embeddings": True}
 _MIXTRAL = {"family": "mixtral", "vocab_size": 32_000, "rope_theta": 1e6}
 _QWEN3_MOE = _QWEN3 | {"family": "qwen3_moe"}
+_EXPERTS_DOTS1 = Experts(
+    number=128, per_token=6, ffn_size=1408, shared_ffn_size=2816, dense_layers=1, score="sigmoid", scale=2.5,
+    correction_bias=True,
+)  # fmt: skip
+_DOTS1 = {"family": "dots1", "vocab_size": 152_064, "qk_norm": True, "rope_theta": 1e7}
 
 _SIZES: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
     # name, hidden_size, num_layers, num_heads, num_kv_heads, ffn_size, and what its series has in common
@@ -63,6 +68,7 @@ _SIZES: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
         12_288,
         _QWEN3_MOE | {"experts": Experts(number=128, per_token=8, ffn_size=1536)},
     ),
+    ("dots.llm1", 4096, 62, 32, 32, 10_944, _DOTS1 | {"experts": _EXPERTS_DOTS1}),
 )
 
 PRESETS: dict[str, ModelShape] = {

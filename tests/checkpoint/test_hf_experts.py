@@ -4,16 +4,14 @@
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import join_starts, start_and_save, start_from_hf
-from hf_models import DOTS1, MIXTURES, open_made, read_by_transformers, save_made
+from hf_models import MIXTURES, open_made, read_by_transformers, save_made
 from launching import launch
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny
@@ -52,13 +50,6 @@ LAYOUTS = [
     Layout(tp=4),
 ]
 OF_RANKS = ("mixtral", "qwen3_moe")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def with_dots1() -> Iterator[None]:
-    with mock.patch.dict(families.FAMILIES):
-        families.register_family(DOTS1)
-        yield
 
 
 @pytest.fixture(scope="module", params=MIXTURES)

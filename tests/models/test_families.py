@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Dots1Config, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.beside import update_config
 from dtlayout.models.description import BLOCKS
-from dtlayout.models.families import FAMILIES, Family, describe, find_family, register_family
+from dtlayout.models.families import FAMILIES, Family, describe, find_family, find_weight, register_family
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS, find_preset
 from dtlayout.spec.adapter import Adapter
@@ -40,10 +40,10 @@ def test_a_description_has_the_parameters_of_the_modules(shape):
     ends = (description.embedding, *description.final_norm.weights, description.head)
     described = {weight.name: weight.shape for weight in ends} | {
         f"{prefix}{layer}.{weight.name}": weight.shape
-        for layer in range(shape.num_layers) for weight in description.block_weights
+        for layer in range(shape.num_layers) for weight in describe(shape.kind_of(layer)).block_weights
     }  # fmt: skip
     assert described == parameters
-    assert all(description.find(name).shape == size for name, size in parameters.items())
+    assert all(find_weight(shape, name).shape == size for name, size in parameters.items())
 
 
 def test_a_name_that_no_weight_has_is_not_found():
@@ -67,10 +67,15 @@ def test_a_name_that_no_weight_has_is_not_found():
         ("qwen3-235b-a22b", Qwen3MoeConfig(hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, head_dim=128,
                                            num_key_value_heads=4, intermediate_size=12_288, num_experts=128,
                                            moe_intermediate_size=1536, num_experts_per_tok=8, norm_topk_prob=True)),
+        ("dots.llm1", Dots1Config(hidden_size=4096, n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6,
+                                  first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+                                  rms_norm_eps=1e-5)),
     ],
 )  # fmt: skip
 def test_a_config_json_of_each_family_makes_its_preset(name, config):
-    written = config.to_dict() | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    written = config.to_dict() | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": find_preset(name).rope_theta}
+    }
     assert parse_hf(written, name) == find_preset(name)
 
 
@@ -93,6 +98,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
         "vocab_size": 151936,
+    },
+    "dots.llm1": {
+        "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 151643, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 32768, "model_type": "dots1",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+        "num_hidden_layers": 62, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+        "use_cache": True, "vocab_size": 152064,
     },
 }  # fmt: skip
 """Preset → its config.json as published, with keys that older versions of `transformers` wrote."""
@@ -122,4 +138,4 @@ def test_an_unknown_family_is_refused_with_all_that_exist():
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(InvalidConfig, match="family 'llama': llama, debug is there already"):
         register_family(Family(name="llama"), [find_preset("debug")])
-    assert set(FAMILIES) == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
+    assert set(FAMILIES) == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1"}

@@ -27,7 +27,13 @@ from dtlayout.ops.rope import rotary_frequencies
 from dtlayout.spec.model_shape import ModelShape
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # those that are here without a plugin
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1")  # those that are here without a plugin
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+}
+"""Family → keys of a config.json without which `transformers` builds no model."""
 
 
 def build(config: dict[str, Any]) -> torch.nn.Module:
@@ -49,10 +55,13 @@ def find_numbers(model: Any) -> dict[str, Any]:
         "frequencies": rotary.inv_freq.tolist(), "tied": model.lm_head.weight is model.model.embed_tokens.weight,
         "windows": {find_window(model, layer.self_attn) for layer in model.model.layers},
         "routing": {
-            (layer.mlp.gate.num_experts, layer.mlp.gate.top_k, getattr(layer.mlp.gate, "norm_topk_prob", True))
-            for layer in model.model.layers if hasattr(layer.mlp, "gate")
+            (gate.num_experts, gate.top_k, getattr(gate, "norm_topk_prob", True), getattr(gate, "num_group", 1),
+             getattr(gate, "topk_group", 1), getattr(gate, "routed_scaling_factor", 1.0),
+             hasattr(gate, "e_score_correction_bias"))
+            for gate in (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
         },
-        "balance_loss": getattr(model.config, "output_router_logits", False) and model.router_aux_loss_coef,
+        "balance_loss": getattr(model.config, "output_router_logits", False)
+        and getattr(model, "router_aux_loss_coef", 0.0),
     }  # fmt: skip
 
 
@@ -69,7 +78,9 @@ def list_numbers(shape: ModelShape) -> dict[str, Any]:
         "head_width": shape.head_width, "num_kv_heads": shape.num_kv_heads, "num_heads": shape.num_heads,
         "norm_eps": {shape.norm_eps}, "rope_theta": shape.rope_theta, "attention_scaling": 1.0,
         "frequencies": frequencies, "tied": shape.tied_embeddings, "windows": {None},
-        "routing": {(e.number, e.per_token, e.normalized)} if (e := shape.experts) else set(),
+        "routing": {
+            (e.number, e.per_token, e.normalized, e.groups, e.groups_per_token, e.scale, e.correction_bias)
+        } if (e := shape.experts) else set(),
         "balance_loss": e.balance_loss if e else False,
     }  # fmt: skip
 
@@ -78,10 +89,17 @@ def list_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return dict(list_weights(replace(shape, tied_embeddings=False)))
 
 
+def list_values(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of a model of transformers, and the biases of its routers, which are buffers there."""
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
+    return [*model.named_parameters(remove_duplicate=False), *biases]
+
+
 def find_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of a model of transformers, where gate and up of all experts are one."""
+    """Shapes of the weights of a model of transformers, where gate and up of all experts are one."""
     found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in list_values(model):
+        name = name.replace("gate.e_score_correction", "correction").replace("shared_experts", "shared_expert")
         number, *rest = parameter.shape
         if name.endswith("gate_up_proj"):
             opening = (number, rest[0] // 2, rest[1])
@@ -94,7 +112,7 @@ def find_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def check_same(config: dict[str, Any], shape: ModelShape) -> None:
     model = build(config)
     assert list_shapes(shape) == find_shapes(model)
-    assert count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(shape) == sum({id(value): value.numel() for _, value in list_values(model)}.values())
     assert find_numbers(model) == list_numbers(shape)
 
 
@@ -117,7 +135,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     sizes |= draw(experts(family, sizes["num_hidden_layers"]))
     if family in ("qwen2", "qwen3") and draw(st.booleans()):  # on, but in no block
         sizes |= {"use_sliding_window": True, "max_window_layers": draw(st.integers(3, 9))}
-    kept = {name: value for name, value in sizes.items() if draw(st.integers(0, 3))}
+    needed = {*NEEDED[family], "num_local_experts"} if family in NEEDED else set()
+    kept = {name: value for name, value in sizes.items() if name in needed or draw(st.integers(0, 3))}
     kept["num_hidden_layers"] = sizes["num_hidden_layers"]  # many blocks take long, and their default is tested below
     kept["num_attention_heads"] = heads if heads < 32 else kept.get("num_attention_heads", 32)
     if "num_key_value_heads" not in kept and family != "llama" and kept["num_attention_heads"] % 32:
@@ -130,6 +149,11 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         kept.pop("sliding_window", None)  # a Llama that has a window is refused
     elif kept["use_sliding_window"] and kept.get("max_window_layers") is None:
         kept["max_window_layers"] = 40
+    if family == "dots1":
+        if kept.get("max_window_layers", 62) < kept["num_hidden_layers"]:
+            kept["sliding_window"] = None  # no other key turns windows off
+        if "n_group" not in kept:
+            kept.pop("topk_group", None)  # of one group
     for key in draw(
         st.sampled_from([(), ("rope_parameters",), ("rope_scaling",), ("rope_scaling", "rope_parameters")])
     ):
@@ -148,11 +172,28 @@ def experts(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
     }  # fmt: skip
     if family == "mixtral":
         return {**routing, "router_jitter_noise": 0.0}
+    if family == "dots1":
+        return draw(experts_of_dots1(num_layers))
     of_qwen = {
         "moe_intermediate_size": draw(st.integers(1, 40)), "norm_topk_prob": draw(st.booleans()),
         "mlp_only_layers": [*range(draw(st.integers(0, num_layers - 1)))], "decoder_sparse_step": 1,
     }  # fmt: skip
     return {**routing, **of_qwen} if family == "qwen3_moe" else {}
+
+
+@st.composite
+def experts_of_dots1(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
+    """Keys about experts that DeepSeek-V3 has, too."""
+    groups = draw(st.sampled_from([1, 2, 4]))
+    return {
+        draw(st.sampled_from(["n_routed_experts", "num_local_experts"])): draw(st.sampled_from([8, 16])),
+        "n_shared_experts": draw(st.integers(1, 3)), "num_experts_per_tok": draw(st.sampled_from([1, 2])),
+        "moe_intermediate_size": draw(st.integers(1, 40)), "norm_topk_prob": draw(st.booleans()),
+        "first_k_dense_replace": draw(st.integers(0, num_layers - 1)), "n_group": groups,
+        "topk_group": draw(st.integers(1, groups)), "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "scoring_func": draw(st.sampled_from(["sigmoid", "noaux_tc"])), "topk_method": "noaux_tc", "moe_layer_freq": 1,
+        "output_router_logits": draw(st.booleans()),
+    }  # fmt: skip
 
 
 @st.composite
@@ -188,7 +229,7 @@ def test_defaults_are_those_of_the_familys_config_class(family):
                 getattr(read, other) if other else read.hidden_size // read.num_attention_heads,
             )
             theirs[key] = None
-    if family != "llama":
+    if "use_sliding_window" in defaults:
         assert read.sliding_window is None  # what is left of it where it is not used
         theirs["sliding_window"] = type(read)(use_sliding_window=True).sliding_window
     assert theirs == defaults
@@ -201,6 +242,14 @@ def test_what_is_written_out_is_read_by_transformers_as_the_model_that_it_was(na
         config = to_hf(shape, "bfloat16", max_seq_len)
         check_same(config, shape)
         assert parse_hf(build(config).config.to_dict(), name) == shape  # as transformers writes it again
+
+
+def test_no_block_of_a_deeper_model_gets_a_window_by_default():
+    deeper = replace(PRESETS["dots.llm1"], num_layers=64)
+    config = to_hf(deeper, "bfloat16")
+    assert {*AutoConfig.for_model(**config).layer_types} == {"full_attention"}
+    del config["sliding_window"]
+    assert AutoConfig.for_model(**config).layer_types[61:] == ["full_attention", *["sliding_attention"] * 2]
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -293,6 +342,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 is not known"),
     ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not known"),
     ("qwen3_moe", {**OFF, "max_window_layers": 2}, "sliding_window=128 is on in blocks from 0 on; use use_slid"),
+    ("dots1", {}, "n_routed_experts is missing"),
+    ("dots1", {"n_routed_experts": None}, "n_routed_experts is missing: it is null"),
+    ("dots1", {"n_group": None}, "n_group is missing: it is null"),
+    ("dots1", {"n_routed_experts": 8, "num_local_experts": 16}, "n_routed_experts=8 and num_local_experts=16 mean the"),
+    ("dots1", {**NEEDED["dots1"], "n_shared_experts": 1.5}, "n_shared_experts=1.5 of moe_intermediate_size=1408 is no"),
+    ("dots1", {**NEEDED["dots1"], "n_group": 3}, "experts.groups=3 does not divide number=8"),
+    ("dots1", {**NEEDED["dots1"], "first_k_dense_replace": 2}, "dense_layers=2 leaves none of num_layers=2 blocks"),
+    ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax' is not known; 'sigmoid' is"),
+    ("dots1", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy' is not known; 'noaux_tc' i"),
+    ("dots1", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not known; 1 is"),
+    ("dots1", {"attention_bias": True}, "attention_bias=true is not known"),
+    ("dots1", {"q_lora_rank": 64}, "q_lora_rank=64 is not known"),
+    ("dots1", {**OFF, "use_sliding_window": False}, "sliding_window=128 is on in blocks from 1 on; use slid"),
+    ("dots1", {"num_hidden_layers": 63}, "sliding_window=4096 is on in blocks from 62 on; use sliding_window=null"),
+    ("dots1", OFF, "use_sliding_window=true is not known of dots1"),
     ("llama", {"hidden_size": 18, "head_dim": 4}, "hidden_size=18 is no multiple of num_attention_heads=4"),
 ]  # fmt: skip
 
@@ -326,8 +390,9 @@ def test_a_draft_head_whose_file_says_no_kind_of_model_is_no_llama():
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_an_architecture_alone_says_the_family(family):
-    named = {"architectures": [FAMILIES[family].architecture]}
-    assert parse_hf(named) == parse_hf({"model_type": family}) == parse_hf({**named, "model_type": family})
+    needed, named = NEEDED.get(family, {}), {"architectures": [FAMILIES[family].architecture]}
+    by_type = parse_hf({"model_type": family, **needed})
+    assert parse_hf({**named, **needed}) == by_type == parse_hf({**named, "model_type": family, **needed})
 
 
 HARMLESS = {

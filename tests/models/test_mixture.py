@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Dots1Config,
+    Dots1ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -32,6 +34,12 @@ MIXTRAL = replace(SHAPE, family="mixtral")
 QWEN3 = replace(SHAPE, family="qwen3_moe", qk_norm=True, experts=Experts(number=6, per_token=3, ffn_size=32))
 UNNORMALIZED = replace(QWEN3, experts=Experts(number=6, per_token=3, ffn_size=32, normalized=False))
 DENSE_FIRST = replace(QWEN3, experts=Experts(number=6, per_token=3, ffn_size=32, dense_layers=1))
+
+_DOTS1 = Experts(
+    number=8, per_token=3, ffn_size=16, shared_ffn_size=32, dense_layers=1, score="sigmoid", scale=2.5,
+    groups=4, groups_per_token=2, correction_bias=True,
+)  # fmt: skip
+DOTS1 = replace(QWEN3, family="dots1", num_layers=3, experts=_DOTS1)
 
 
 @contextmanager
@@ -56,6 +64,8 @@ def build_hf(shape: ModelShape) -> PreTrainedModel:
     }  # fmt: skip
     if shape.family == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**sizes, sliding_window=None)).double()
+    if shape.family == "dots1":
+        return Dots1ForCausalLM(Dots1Config(**sizes, **list_keys_of_dots1(experts))).double()
     config = Qwen3MoeConfig(
         **sizes, moe_intermediate_size=experts.ffn_size, norm_topk_prob=experts.normalized,
         mlp_only_layers=list(range(experts.dense_layers)),
@@ -63,10 +73,19 @@ def build_hf(shape: ModelShape) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config).double()
 
 
+def list_keys_of_dots1(experts: Experts) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": experts.ffn_size, "n_shared_experts": experts.shared_ffn_size // experts.ffn_size,
+        "first_k_dense_replace": experts.dense_layers, "norm_topk_prob": experts.normalized, "n_group": experts.groups,
+        "topk_group": experts.groups_per_token, "routed_scaling_factor": experts.scale, "sliding_window": None,
+    }  # fmt: skip
+
+
 def to_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names and stacks of our modules: theirs hold gate and up as one."""
     ours = {}
     for name, tensor in theirs.items():
+        name = name.replace("gate.e_score_correction", "correction").replace("shared_experts", "shared_expert")
         if name.endswith("experts.gate_up_proj"):
             module = name.removesuffix("gate_up_proj")
             ours[f"{module}gate_proj.weight"], ours[f"{module}up_proj.weight"] = tensor.chunk(2, 1)
@@ -76,12 +95,17 @@ def to_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "shape", [MIXTRAL, QWEN3, UNNORMALIZED, DENSE_FIRST], ids=["mixtral", "qwen3", "raw", "dense first"]
+    "shape",
+    [MIXTRAL, QWEN3, UNNORMALIZED, DENSE_FIRST, DOTS1],
+    ids=["mixtral", "qwen3", "raw", "dense first", "dots1"],
 )
 def test_loss_and_gradients_are_those_of_transformers_in_float64(shape: ModelShape) -> None:
     torch.manual_seed(0)
     with in_float64():
         theirs = build_hf(shape)
+        for name, bias in theirs.named_buffers():
+            if "correction_bias" in name:
+                bias.normal_()
         tokens = torch.randint(shape.vocab_size, (2, SEQ_LEN))
         expected = theirs(tokens, labels=tokens).loss
         expected.backward()
@@ -92,7 +116,9 @@ def test_loss_and_gradients_are_those_of_transformers_in_float64(shape: ModelSha
     loss.backward()
     assert abs(loss.item() / expected.item() - 1) <= 1e-10
     wanted = to_ours({name: parameter.grad for name, parameter in theirs.named_parameters()})
-    for name, parameter in ours.named_parameters():
+    trained = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert trained.keys() == wanted.keys()
+    for name, parameter in trained.items():
         assert float((parameter.grad - wanted[name]).norm() / wanted[name].norm()) <= 1e-10, name
 
 

@@ -38,6 +38,7 @@ PUBLISHED = {  # sum of the safetensors of each model on the HF hub
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "dots.llm1": 142_774_381_696,  # with the biases of routers; what transformers builds of its config.json
 }
 
 

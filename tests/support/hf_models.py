@@ -22,8 +22,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from dtlayout.models.families import Family
-
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
     "intermediate_size": 48, "vocab_size": 260, "max_position_embeddings": 64,
@@ -54,17 +52,6 @@ MIXTURES: dict[str, tuple[type, PretrainedConfig]] = {
     ),
 }  # fmt: skip
 """Mixtures of experts; the third is saved as older versions did, with the keys that folders of the hub have."""
-DOTS1 = Family(
-    name="dots1", architecture="Dots1ForCausalLM", defaults={"sliding_window": 4096, "max_window_layers": 62},
-    traits={"qk_norm": True, "experts": {"score": "sigmoid", "correction_bias": True}},
-    experts={
-        "number": "n_routed_experts", "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size",
-        "shared_ffn_size": "n_shared_experts", "dense_layers": "first_k_dense_replace", "groups": "n_group",
-        "groups_per_token": "topk_group", "normalized": "norm_topk_prob", "scale": "routed_scaling_factor",
-    },
-    allowed={"output_router_logits": False},
-)  # fmt: skip
-"""A family that routes as DeepSeek-V3 and attends as Qwen3, for tests that register it."""
 
 
 def save_made(kind: str, folder: Path) -> Path:
