@@ -33,7 +33,8 @@ def run(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     common = [{**asdict(each), "says": each.describe()} for each in report.common]
     counts = {"rows": len(rows.runs), "left_out": rows.left_out}
-    document = {"ok": True, **counts, "findings": findings, "fastest": common}
+    balance = [{**asdict(each), "says": each.describe()} for each in report.imbalances]
+    document = {"ok": True, **counts, "findings": findings, "fastest": common, "balance": balance}
     show(options, document, lambda _: [report.to_markdown().rstrip()])
     if options.markdown:
         write(options.markdown, report.to_markdown(), "report")

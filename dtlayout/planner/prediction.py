@@ -9,7 +9,7 @@ from dtlayout.base.formatting import GIB, choose_unit, format_bytes, plural, thr
 from dtlayout.config.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
-from dtlayout.costmodel.scenario import NO_TIME, Scenario
+from dtlayout.costmodel.scenario import NO_TIME, Scenario, fullest_share
 from dtlayout.planner.explain import Change, explain
 from dtlayout.records.intervals import find_intervals
 from dtlayout.records.run import Predicted
@@ -101,6 +101,7 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
         peak_memory_bytes=tuple(round(memory.total) for memory in estimate.memory),
         time=estimate.time if is_timed else None,
         memory=tuple(estimate.memory),
+        expert_imbalance=fullest_share(scenario, estimate.layout) if scenario.model.experts else None,
         calibrated=scenario.engine.is_calibrated,
         step_time_interval=intervals.step_time if is_timed else None,
         peak_memory_interval=intervals.peak_memory,

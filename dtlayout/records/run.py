@@ -62,6 +62,9 @@ class Performance:
     """The step's seconds by component."""
     memory: tuple[MemoryEstimate | None, ...] | None = None
     """Peak of each pipeline rank by component, in bytes."""
+    expert_imbalance: float | None = None
+    """Copies of tokens that the fullest of ep's ranks computes, over the mean of these ranks; measured, the mean of the
+    last ten steps. None without experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from dtlayout.base.formatting import choose_unit, escape_markdown, plural, to_markdown
+from dtlayout.costmodel.scenario import fullest_share
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.records.run import Run
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, Ratio, beside, draw_bars, draw_heat, draw_ratios
 from dtlayout.report.findings import Finding, find, find_common, list_options
+from dtlayout.report.imbalance import find_imbalances
 from dtlayout.report.questions import choose
 from dtlayout.validation.plots import draw_equality
 from dtlayout.validation.predict import predict
@@ -32,6 +34,7 @@ class Report:
         """Findings and predictions are computed here, a second for a thousand rows; `left_out` names further rows."""
         self.runs, self.left_out = list(runs), left_out
         self.findings, self.common, self.predictions = find(runs), find_common(runs), predict(runs)
+        self.imbalances = find_imbalances(runs)
         self.tables = by_table(sorted(self.predictions, key=lambda row: row.run.table))
         # Somebody measured an MFU, and nothing ran where no peak is known.
         self._has_mfu = any(run.mfu is not None for run in runs) and all(r.scenario.cluster.gpu.has_mfu for r in runs)
@@ -60,6 +63,11 @@ class Report:
         """Findings and best layouts as Markdown."""
         findings, best = ("\n".join(to_markdown(rows)) for rows in (self.list_findings(), self.list_best()))
         parts = [f"# {self.title}", escape_markdown(self.left_out), "## Findings", findings, "## Fastest", best]
+        if self.imbalances:
+            parts += [
+                "## Balance of experts",
+                "\n".join(f"- {escape_markdown(f)}." for f in self._describe_imbalances()),
+            ]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def write_page(self, path: Path) -> None:
@@ -74,6 +82,8 @@ class Report:
         if self.common:
             yield "What the fastest tenth of each sweep chose", self._draw_common()
         yield "The fastest layout of each sweep", html.table(self.list_best(), "the fastest layouts")
+        if self.imbalances:
+            yield "Balance of experts", html.bullets(f"{sentence}." for sentence in self._describe_imbalances())
         for name in ("micro_batch", "recompute", "attention", "norm", "sequence_parallel"):
             if len(options := list_options(name, self.runs)) > 1:
                 yield f"Best {self._unit} by {name}, whatever else was chosen", self._draw_best(name, options)
@@ -84,6 +94,9 @@ class Report:
         if known := [row for row in fastest if row.run.peak_bytes and self._measure(row.run)]:
             yield "Memory of pipeline rank 0, the fastest layouts", self._draw_memory(known[:_BARS])
         yield "All layouts, the fastest first", html.sorted_table(self._list_rows(fastest), "all layouts", self._unit)
+
+    def _describe_imbalances(self) -> list[str]:
+        return [each.describe() for each in self.imbalances]
 
     def _draw_findings(self) -> str:
         """Supported findings as a picture and in sentences; the others folded away."""
@@ -191,6 +204,7 @@ class Report:
         """Column → cell; empty where nothing is known."""
         run, layout, kernels = row.run, row.run.layout, row.run.kernels
         unit, size = self._memory
+        imbalance = run.measured.expert_imbalance
 
         def show(value: float | None, form: str) -> str:
             return format(value, form) if value else ""
@@ -205,6 +219,8 @@ class Report:
             "attention": kernels.attention, "norm": kernels.norm,
             f"peak, {unit}": show((run.peak_bytes or 0) / size, ".2f"),
             f"predicted peak, {unit}": show(row.estimate.memory[0].total / size, ".2f"),
+            "ep": str(layout.ep) if run.scenario.model.experts else "", "imbalance": show(imbalance, ".2f"),
+            "predicted imbalance": show(imbalance and fullest_share(run.scenario, layout), ".2f"),
         }  # fmt: skip
 
 

@@ -181,11 +181,12 @@ def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performanc
     step_time_s, spread_s = time_steps([line["step_time_s"] for line in counted], 0)
     assert step_time_s is not None, "there are lines"
     last = lines[-1]  # its MFU is proportional to its speed
-    peaks = read_summary(run).get("peak_memory_bytes_by_pp_rank")
+    summary = read_summary(run)
+    peaks = summary.get("peak_memory_bytes_by_pp_rank")
     return len(lines), Performance(
         step_time_s=step_time_s, step_time_spread_s=spread_s, tokens_per_s=batch.num_tokens / step_time_s,
         mfu=None if last["mfu"] is None else last["mfu"] * last["step_time_s"] / step_time_s,
-        peak_memory_bytes=peaks and tuple(peaks),
+        peak_memory_bytes=peaks and tuple(peaks), expert_imbalance=summary.get("expert_imbalance"),
     )  # fmt: skip
 
 

@@ -109,8 +109,6 @@ class Summary:
     """Mean loss of the last ten steps, or of all if there are fewer, nats a token."""
     validation: Validation | None = None
     """Losses of [validation]; None for a run without any."""
-    expert_imbalance: float | None = None
-    """Mean `StepMetrics.expert_imbalance` of the last ten steps, or of all if there are fewer; None without experts."""
     parameters: int | None = None
     device: str = ""
     torch: str = ""
@@ -156,6 +154,7 @@ def _shorten(run: Run) -> dict[str, Any]:
         "step_time_s": measured.step_time_s,
         "mfu": measured.mfu,
         "peak_memory_bytes_by_pp_rank": measured.peak_memory_bytes,
+        "expert_imbalance": measured.expert_imbalance,
         "predicted": predicted | {"gpu": scenario.cluster.gpu.name} if run.predicted else None,
         "measured": {name: getattr(measured, name) for name in names},
     }

@@ -182,6 +182,7 @@ class Records(Observer):
             tokens_per_s=speed.get("tokens_per_s"),
             mfu=speed.get("mfu"),
             peak_memory_bytes=None if self.peaks is None else tuple(self.peaks),
+            expert_imbalance=fmean(imbalances[-10:]) if imbalances else None,
         )
         used = self.chosen.kernels.used(self.config.request_kernels(self.device, self.layout))
         operations = {kernel.operation for kernel in used}
@@ -193,7 +194,6 @@ class Records(Observer):
             spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
-            expert_imbalance=fmean(imbalances[-10:]) if imbalances else None,
             parameters=count_parameters(self.config.model),
             device=self.device.name,
             torch=torch.__version__,
@@ -221,7 +221,7 @@ class Records(Observer):
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
-            *self._describe_balance(summary.expert_imbalance),
+            *_describe_balance(measured, predicted),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
         ]
@@ -229,18 +229,19 @@ class Records(Observer):
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
 
-    def _describe_balance(self, imbalance: float | None) -> list[tuple[str, str]]:
-        """A row on how full the fullest of ep's ranks was, and is predicted to be; none without experts."""
-        experts = self.config.model.experts
-        if experts is None or imbalance is None:
-            return []
-        return [("experts.imbalance", compare(imbalance, experts.imbalance, "{:.2f}".format))]
-
     def _find_speed(self, of: Performance) -> float | None:
         """Tokens a second of one GPU; None if no step was timed."""
         if not of.step_time_s:
             return None
         return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
+
+
+def _describe_balance(measured: Performance, predicted: Performance) -> list[tuple[str, str]]:
+    """A row on how full the fullest of ep's ranks was, and is predicted to be; none without experts."""
+    if measured.expert_imbalance is None:
+        return []
+    words = compare(measured.expert_imbalance, predicted.expert_imbalance, "{:.2f}".format)
+    return [("experts.imbalance", words)]
 
 
 def _describe_routing(routing: Routing | None, ep: int) -> dict[str, float]:
