@@ -24,6 +24,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
     """A line for everything in a legal layout of a model that the engine does not have."""
     return describe([
         *_check_axes(engine, layout),
+        *_check_dispatcher(engine, layout),
         *check_schedule(engine, layout.schedule),
         *check_zero(engine, layout.zero, layout.pp),
         *check_recompute(engine, layout.recompute),
@@ -47,8 +48,7 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
     if model.experts is None:  # a rule of the layout refuses ep then
         asked = replace(asked, ep=1)
     lacks = describe([
-        *check_matmuls(engine, precision), *_check_untrained(engine, model), *_check_dispatcher(asked),
-        *check_base(precision, model, layout.tp),
+        *check_matmuls(engine, precision), *_check_untrained(engine, model), *check_base(precision, model, layout.tp),
     ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
@@ -58,10 +58,8 @@ def check_matmuls(engine: Engine, precision: Precision) -> list[Refusal]:
     known = ("compute", *engine.features.matmuls)
     if precision.matmul_format is None or precision.matmuls in known:
         return []
-    asked = f"precision.matmuls={precision.matmuls}"
-    if engine.name == OWN_ENGINE:
-        return [_only_predicted(asked, f"use precision.matmuls={' or '.join(known)}")]
-    return [_lack(engine, asked, f"use {' or '.join(known)}")]
+    key = "precision.matmuls=" if engine.name == OWN_ENGINE else ""
+    return [_lack(engine, f"precision.matmuls={precision.matmuls}", f"use {key}{' or '.join(known)}")]
 
 
 def check_schedule(engine: Engine, schedule: str) -> list[Refusal]:
@@ -207,18 +205,21 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
     ]
 
 
-def _check_dispatcher(layout: Layout) -> list[Refusal]:
-    """Copies of tokens go to the experts by all-to-alls."""
-    if not layout.sends_tokens_once:
+def _check_dispatcher(engine: Engine, layout: Layout) -> list[Refusal]:
+    """Our own trainer sends copies of tokens to the experts by all-to-alls."""
+    if engine.name != OWN_ENGINE or layout.ep_dispatcher == _OFF.ep_dispatcher:
         return []
-    return [_only_predicted("layout.ep_dispatcher=deepep", "use layout.ep_dispatcher=alltoall")]
+    asked, use = f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={_OFF.ep_dispatcher}"
+    return [_lack(engine, asked, use)]
 
 
 def _lack(engine: Engine, asked: str, advice: str) -> Refusal:
-    """A refusal of something that the engine does not have."""
+    """A refusal of something that the engine does not have; what our own trainer lacks, other engines have."""
+    if engine.name == OWN_ENGINE:
+        return _only_predicted(asked, advice)
     return Refusal(asked.partition("=")[0], f"{asked} is nothing that {engine.name} has", advice)
 
 
 def _only_predicted(asked: str, advice: str) -> Refusal:
-    """A refusal of something that is predicted for an engine, which cannot train it."""
+    """A refusal of something that predictions know, and our own trainer cannot train."""
     return Refusal(asked.partition("=")[0], f"{asked} can be predicted, not trained", advice)

@@ -7,6 +7,8 @@ from recommending import HF, LLAMA, refuse, with_model
 
 from dtlayout.cli import main
 
+MIXTURE = [*with_model(LLAMA, "mixtral-8x7b"), "--fix", "ep=2"]
+
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
@@ -28,12 +30,23 @@ from dtlayout.cli import main
         ([*LLAMA, "--fix", "tp=2", "--avoid", "tp=2"], "--fix tp=2 and --avoid tp=2 leave no layout; say one of them"),
         ([*LLAMA, "--fix", "tp=2", "--fix", "tp=4"], "tp=4 and tp=2: say one of them"),
         ([*LLAMA, "--avoid", "tp2+sp mb1 zero1"], "--avoid 'tp2+sp mb1 zero1' is a whole layout"),
-        ([*LLAMA, "--fix", "ep_dispatcher=deepep"], "ep_dispatcher=deepep has an effect only where ep is above 1"),
+        (
+            [*LLAMA, "--engine", "megatron", "--fix", "ep_dispatcher=deepep"],
+            "ep_dispatcher=deepep has an effect only where ep is above 1",
+        ),
         ([*LLAMA, "--fix", "experts=grouped"], "experts=grouped has no effect, since model"),
         ([*LLAMA, "--fix", "tp=1,tp_overlap=true"], "tp_overlap=true has an effect only where tp is above 1"),
         (
             [*LLAMA, "--engine", "torchtitan", "--fix", "ep_overlap=true"],
             "layout.ep_overlap=true is nothing that torchtitan has; use layout.ep_overlap=false",
+        ),
+        (
+            [*MIXTURE, "--fix", "ep_dispatcher=deepep"],
+            "layout.ep_dispatcher=deepep can be predicted, not trained; use layout.ep_dispatcher=alltoall",
+        ),
+        (
+            [*MIXTURE, "--fix", "ep_overlap=true"],
+            "layout.ep_overlap=true can be predicted, not trained; use layout.ep_overlap=false",
         ),
         (
             [*LLAMA, "--gpu", "h100-80g-sxm", "--engine", "megatron", "--precision", "matmuls=nvfp4"],

@@ -92,6 +92,17 @@ def test_an_adapter_is_a_section_of_its_own_and_comes_back_from_a_runs_config():
         config_with(rate, adapter={"rank": 4})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "works"), [("ep_overlap", True, "false"), ("ep_dispatcher", "deepep", "alltoall")]
+)
+def test_ways_to_exchange_tokens_that_other_programs_have_are_refused_alike(key, value, works):
+    config = config_with({"experts": EXPERTS}, layout={"dp_shard": 2, "ep": 2, key: value})
+    with pytest.raises(InvalidLayout) as caught:
+        check_layout(config, 2)
+    asked = f"layout.{key}={str(value).lower()}"
+    assert caught.value.problems == [f"{asked} can be predicted, not trained; use layout.{key}={works}"]
+
+
 def test_what_has_no_effect_is_not_refused():
     assert check_layout(config_with({}, layout={"ep_overlap": True, "ep_dispatcher": "deepep"}), 1).ep_overlap
 
