@@ -301,7 +301,8 @@ def _routing_wait_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> flo
     """
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
-    constants, is_one_by_one = scenario.engine.constants, find_kernel(ExpertsKernel, kernels.experts).is_one_by_one
+    constants, kernel = scenario.engine.constants, find_kernel(ExpertsKernel, kernels.experts)
+    is_one_by_one = kernel.is_one_by_one_on(scenario.cluster.gpu.capability)
     read_s = constants.routing_wait_s if is_one_by_one or layout.ep > 1 else 0.0
     return read_s + (constants.expert_wait_s * experts.number / layout.ep if is_one_by_one else 0.0)
 

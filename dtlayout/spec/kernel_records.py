@@ -288,16 +288,25 @@ class ExpertsKernel(Kernel):
     is_priced = False
     row_bytes: int = 1
     """Number of bytes of which each row must be a multiple."""
-    is_one_by_one: bool = False
-    """Whether the host starts kernels for each expert, once it has read how many rows each has."""
+    single_on: tuple[int, ...] = ()
+    """First numbers of the compute capability of the GPUs on which one kernel computes all experts; empty if it does so
+    on none."""
 
     def is_used(self, request: KernelRequest) -> bool:
         """Whether the model has experts."""
         return bool(request.expert_widths)
 
     def will_do(self, request: KernelRequest) -> bool:
-        """Whether auto may take it: it also computes rows of these widths."""
-        return super().will_do(request) and not self.find_odd_widths(request)
+        """Whether auto may take it: it also computes rows of these widths, and is not known to go one by one here."""
+        is_fast = not self.single_on or not self.is_one_by_one_on(request.device.capability)
+        return super().will_do(request) and is_fast and not self.find_odd_widths(request)
+
+    def is_one_by_one_on(self, capability: tuple[int, ...]) -> bool:
+        """Whether the host starts kernels for each expert, once it has read how many rows each has.
+
+        A CPU and a GPU that is not known have no `capability`, and count as one with a single kernel if there is any.
+        """
+        return not self.single_on or (bool(capability) and capability[0] not in self.single_on)
 
     def find_odd_widths(self, request: KernelRequest) -> list[int]:
         """Widths of rows, in numbers, that it does not compute."""

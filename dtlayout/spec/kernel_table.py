@@ -171,11 +171,11 @@ _KERNELS: tuple[Kernel, ...] = (
     LossKernel(name="torch", cpu=(), cuda=(), in_chunks=False, num_exact=3),
     ExpertsKernel(
         name="grouped", function="dtlayout.ops.grouped:GROUPED", cpu=_UP_TO_FP32, cuda=_BF16, row_bytes=16,
+        single_on=(9, 10),  # elsewhere PyTorch copies the ends to the host and loops, pytorch issue 186620
         preference=1, reason="one kernel for all experts", traces=(r"^aten::_grouped_mm$",),
     ),
     ExpertsKernel(
         name="loop", function="dtlayout.ops.grouped:LOOP", preference=2, reason="it computes everything",
-        is_one_by_one=True,
         traces=(r"^dtlayout::grouped_mm$",),
     ),
 )  # fmt: skip

@@ -130,6 +130,15 @@ def test_a_gpu_waits_longer_for_a_host_that_starts_more_experts(ep, wait_ms):
     assert dense.routing_wait_s == 0
 
 
+@pytest.mark.parametrize(("capability", "wait_ms"), [((8, 0), 7), ((9, 0), 0), ((10, 3), 0), ((12, 0), 7)])
+def test_one_kernel_for_all_experts_waits_for_no_host_where_pytorch_has_one(capability, wait_ms):
+    here = scenario(EIGHT, routing_wait_s=3e-3, expert_wait_s=0.5e-3)
+    gpu = replace(here.cluster.gpu, capability=capability)
+    there = replace(here, cluster=replace(here.cluster, gpu=gpu))
+    times = block_time(there, Layout(dp_shard=8), Kernels(experts="grouped"))
+    assert times.routing_wait_s == pytest.approx(wait_ms * 1e-3)
+
+
 def test_biases_of_experts_are_passes_over_all_copies():
     """30 bytes for each of 2·1000·1000 elements of copies, a third of them in forward, at 1 TB/s."""
     biased = replace(EIGHT, bias=True)

@@ -14,7 +14,7 @@ from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.models.presets import find_preset
 from dtlayout.spec.cluster import known_gpus
 from dtlayout.spec.device import Device, device_of
-from dtlayout.spec.kernel_records import AttentionKernel, Kernel, KernelRequest, NormKernel, Package
+from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, Kernel, KernelRequest, NormKernel, Package
 from dtlayout.spec.kernel_table import (
     KERNELS,
     find_kernel,
@@ -72,6 +72,7 @@ def test_auto_is_a_kernel_that_runs_there(device_type, capability, compute, modu
 
 
 HOPPER = Device("cuda", capability=(9, 0), packages=frozenset({"flash_attn_interface", "liger_kernel"}))
+AMPERE, BLACKWELL, RTX50 = (Device("cuda", capability=each) for each in ((8, 0), (10, 3), (12, 0)))
 
 
 def test_what_was_asked_for_by_name_stays():
@@ -408,6 +409,10 @@ def test_auto_takes_attention_whose_parts_can_be_joined():
         (CPU, "float32", (64, 18), "loop"),
         (CPU, "bfloat16", (64, 24), "grouped"),
         (CPU, "float64", (64, 24), "loop"),
+        (HOPPER, "bfloat16", (64, 24), "grouped"),
+        (BLACKWELL, "bfloat16", (64, 24), "grouped"),
+        (AMPERE, "bfloat16", (64, 24), "loop"),
+        (RTX50, "bfloat16", (64, 24), "loop"),
         (Device(), "bfloat16", (64, 24), "grouped"),
         (Device(), "float32", (64, 24), "loop"),
     ],
@@ -417,6 +422,14 @@ def test_auto_takes_one_kernel_for_all_experts_where_it_computes_rows_so_wide(de
     assert chosen.kernels.experts == experts
     reason = {"grouped": "one kernel for all experts", "loop": "it computes everything"}[experts]
     assert f"experts {experts}: {reason}" in chosen.describe()
+
+
+def test_asked_by_name_pytorchs_grouped_matmul_runs_where_it_is_a_loop():
+    assert Kernels(attention="sdpa-math", experts="grouped").problems(need(AMPERE, expert_widths=(64, 24))) == []
+    grouped, loop = (find_kernel(ExpertsKernel, name) for name in ("grouped", "loop"))
+    capabilities = [device.capability for device in (AMPERE, HOPPER, BLACKWELL, RTX50, CPU)]
+    assert [grouped.is_one_by_one_on(each) for each in capabilities] == [True, False, False, True, False]
+    assert all(map(loop.is_one_by_one_on, capabilities))
 
 
 def test_a_model_without_experts_is_told_nothing_of_their_kernels():
