@@ -34,7 +34,7 @@ from dtlayout.validation.cross_validation import (
 from dtlayout.validation.fit import list_parameters
 from dtlayout.validation.predict import ablate, describe_group, find_engines, fit_group, group_for_fit, predict
 from dtlayout.validation.scores import Errors, Prediction, Scores, by_table, score, score_group
-from dtlayout.validation.tables import Tables, read_tables
+from dtlayout.validation.tables import Tables, find_tables, read_tables
 
 REFERENCES = {  # of the study's five main sweeps, and of the Playbook's 1B and 8B
     "aa_scaling_a100.csv": {"fit": 0.986, "mape": 0.033, "median_ape": 0.017, "tau": 0.90, "top1": 0.95},
@@ -88,7 +88,9 @@ def main() -> int:
     parser.add_argument("--errors", type=Path, help="write the intervals of predictions too, constants/errors.toml")
     parser.add_argument("--ablate", action="store_true", help="fit without each constant too: minutes for each engine")
     options = parser.parse_args()
-    paths = sorted(options.folder.glob("*.csv")) if options.folder else []
+    paths, others = find_tables(options.folder) if options.folder else ([], [])
+    for line in others:
+        tell(line)
     if not paths:
         print("skipped: no folder with tables of measured runs; pass it")
         return 0

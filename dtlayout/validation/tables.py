@@ -11,6 +11,7 @@ its reasons (skip_reasons.py); of every other one row_parsing.py makes model, la
 import csv
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,39 @@ def read_tables(paths: Sequence[str | Path], engine: str | None = None) -> Table
     return Tables(firsts, unpredicted, num_repeats=len(runs) - len(firsts))
 
 
+def find_tables(folder: Path) -> tuple[list[Path], list[str]]:
+    """The tables of runs in a folder, and a line for each CSV file there that is a table of another kind.
+
+    InvalidConfig for a file that cannot be read.
+    """
+    tables, others = [], []
+    for path in sorted(folder.glob("*.csv")):
+        with _open_table(path) as reader:
+            missing = _list_missing(reader)
+        if missing:
+            others.append(f"left out: table {path} has no column {', '.join(missing)}")
+        else:
+            tables.append(path)
+    return tables, others
+
+
+@contextmanager
+def _open_table(path: Path) -> Iterator["csv.DictReader[str]"]:
+    """A table's rows; InvalidConfig if they cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield csv.DictReader(file)
+    except OSError as error:
+        raise InvalidConfig(f"table {path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidConfig(f"table {path} is not CSV: {error}") from None
+
+
+def _list_missing(reader: "csv.DictReader[str]") -> list[str]:
+    """Columns that each table of runs has, and this one lacks."""
+    return [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+
+
 def _name_alike(runs: Sequence[Run]) -> list[Run]:
     """Runs with one model name for each shape, the first one, since sources call a model by several names."""
     names: dict[ModelShape, str] = {}
@@ -94,16 +128,10 @@ def _is_repeat(run: Run, tables: set[str]) -> bool:
 def _read_table(path: Path, engine: str | None, problems: list[str]) -> list[Run | Unpredicted]:
     """The rows of a table; problems with it are added to those of all tables."""
     found: list[str] = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            if missing := [name for name in REQUIRED if name not in (reader.fieldnames or ())]:
-                raise InvalidConfig(f"table {path} has no column {', '.join(missing)}")
-            rows = list(_read_rows(reader, engine, found))
-    except OSError as error:
-        raise InvalidConfig(f"table {path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidConfig(f"table {path} is not CSV: {error}") from None
+    with _open_table(path) as reader:
+        if missing := _list_missing(reader):
+            raise InvalidConfig(f"table {path} has no column {', '.join(missing)}")
+        rows = list(_read_rows(reader, engine, found))
     problems += [f"table {path}, {problem}" for problem in found[:_MOST_PROBLEMS]]
     if len(found) > _MOST_PROBLEMS:
         problems.append(f"table {path}: {len(found) - _MOST_PROBLEMS} more cells are wrong")

@@ -457,8 +457,10 @@ def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     rows = make_rows(table="one")[:12]
     write_measured(folder / "one.csv", rows)
     write_rows(folder / "one.csv", [*rows, rows[0] | {"gpu": "abacus"}])
+    (folder / "other.csv").write_text("name,value\na,1\n")
     done = run_benchmark(tmp_path, str(folder), "--errors", str(tmp_path / "errors.toml"))
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"left out: table {folder / 'other.csv'} has no column table, row, model")
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     off = r"\+25\.0 % \| 25\.0 % \|"
     assert re.search(rf"\| dtlayout \| h100-80g-sxm \| bfloat16 \| dense models \| \d+ \| {off} {off} ", report)

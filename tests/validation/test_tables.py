@@ -15,7 +15,7 @@ from dtlayout.spec.model_shape import Experts, LatentAttention
 from dtlayout.spec.optimizers import SGD, AdamW
 from dtlayout.spec.precision import MATMUL_FORMATS
 from dtlayout.validation.predict import describe_changes
-from dtlayout.validation.tables import read_tables
+from dtlayout.validation.tables import find_tables, read_tables
 
 ROW = {
     "table": "sweep", "row": "7", "model": "small", "hidden": "1024", "layers": "8", "heads": "16", "kv_heads": "4",
@@ -323,6 +323,16 @@ def test_a_wrong_row_is_refused_with_file_and_line(tmp_path, cells, problem):
         read_tables([path])
     assert str(caught.value).startswith(f"table {path}, line 3")
     assert problem in str(caught.value)
+
+
+def test_a_folder_may_have_tables_of_another_kind(tmp_path):
+    runs = write(tmp_path / "runs.csv", ROW)
+    other = write(tmp_path / "finetune.csv", ROW, columns=[name for name in ROW if name not in ("dp", "tp")])
+    (tmp_path / "README.md").write_text("not a table")
+    assert find_tables(tmp_path) == ([runs], [f"left out: table {other} has no column dp, tp"])
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidConfig, match=r"bytes.csv is not CSV"):
+        find_tables(tmp_path)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path):
