@@ -99,7 +99,7 @@ def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: in
 
 
 class Exchanges(NamedTuple):
-    """Number of all-to-alls that bring tokens of a block to their experts, or results back."""
+    """Number of all-to-alls that dispatch tokens of a block to their experts, or combine the results."""
 
     forward: int
     """In forward: there and back."""

@@ -1,6 +1,6 @@
 """Feed-forwards of a block: one that computes every token, or routed experts, each computing the tokens sent to it.
 
-Single-device code. Plans replace `project` of a `FeedForward`, and `exchange` and `sum_counts` of a `Mixture`'s experts
+Single-device code. Plans replace `project` of a `FeedForward`, and `dispatch` and `sum_counts` of a `Mixture`'s experts
 and router.
 
 Legend: B batch, S sequence, D model width, T = B·S tokens, E experts, K experts of a token, R copies of tokens.
@@ -21,11 +21,11 @@ from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.model_shape import ModelShape
 
-Bring = Callable[[Tensor], Tensor]
-"""Results of experts → the same rows where their copies came from."""
-Exchange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Bring]]
-"""(copies [R, D], their scores [R], ends [E]) → what the experts of this rank get, with ends of these, and the way
-back of their results."""
+Combine = Callable[[Tensor], Tensor]
+"""Results of a rank's experts → the results [R, D] of the copies that it dispatched, in their order."""
+Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Combine]]
+"""(copies [R, D], their scores [R], ends [E]) → copies, scores and ends that the experts of this rank get, and the
+combine that belongs to this dispatch."""
 
 
 class FeedForward(nn.Module):
@@ -82,18 +82,18 @@ class StackedFeedForward(nn.Module):
         number, width, inner = shape.experts.number, shape.hidden_size, shape.experts.ffn_size
         kernel = cast(GroupedMatmul, find_kernel(ExpertsKernel, kernels.experts).load())
         self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
-        self.exchange: Exchange = stay
+        self.dispatch: Dispatch = stay
         self.gate_proj = StackedLinear(number, width, inner, kernel, dtype)
         self.up_proj = StackedLinear(number, width, inner, kernel, dtype)
         self.down_proj = StackedLinear(number, inner, width, kernel, dtype)
 
     def forward(self, x_TD: Tensor, scores_TK: Tensor, order: Order) -> Tensor:
         """Each token's sum [T, D] of its experts' results, weighed by its scores."""
-        x_RD, scores_R, ends_E, bring_back = self.exchange(order.copy(x_TD), order.sort(scores_TK), order.ends)
+        x_RD, scores_R, ends_E, combine = self.dispatch(order.copy(x_TD), order.sort(scores_TK), order.ends)
         inner_RF = self.swiglu(self.gate_proj(x_RD, ends_E), self.up_proj(x_RD, ends_E))
-        return order.add_up(bring_back(self.down_proj(inner_RF, ends_E, scores_R)))
+        return order.add_up(combine(self.down_proj(inner_RF, ends_E, scores_R)))
 
 
-def stay(x_RD: Tensor, scores_R: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Bring]:
-    """The exchange where one rank has all experts."""
+def stay(x_RD: Tensor, scores_R: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Combine]:
+    """The dispatch where one rank has all experts: nothing is sent."""
     return x_RD, scores_R, ends_E, lambda results: results

@@ -140,7 +140,7 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
 
 
 def _record_dispatch(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEntry]:
-    """Scores, the order of copies by expert, and copies that go to their experts, which are put in order again."""
+    """Scores, the order of copies by expert, and the copies that are dispatched, which are put in order again."""
     name, width, k = experts.module, experts.width, experts.per_token
     copies_N = k * options.fullest
     stream, branch = partial(BlockTensor, spread="stream"), partial(BlockTensor, spread="branch")
@@ -168,7 +168,7 @@ def _record_dispatch(experts: RoutedExperts, options: TapeOptions) -> Iterator[T
 
 
 def _record_combine(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEntry]:
-    """Results in the order in which copies came, that go back, and their sums."""
+    """Results in the order in which copies came, the results that come back, and each token's sum."""
     name, k = experts.module, experts.per_token
     branch = partial(BlockTensor, spread="branch")
     results = branch(f"{name}.results", k * options.fullest * experts.width)

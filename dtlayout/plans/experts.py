@@ -1,12 +1,12 @@
-"""Expert parallelism: ep's ranks split the experts of a block, and copies of tokens travel to them and back.
+"""Expert parallelism: ep's ranks split the experts of a block; all-to-alls dispatch tokens and combine results.
 
-Each rank sorts copies of its tokens by expert, so that those for a rank's experts lie together. All-to-alls bring them
-there and bring the results back. Ranks first tell each other how many copies come. The host reads these numbers, since
-it has to say how large the results will be. All-to-alls of a block and a microbatch:
+Each rank sorts copies of its tokens by expert, so that those for a rank's experts lie together. The dispatch sends them
+to these ranks, the combine sends their results back. Before that ranks tell each other how many copies come. The host
+reads these numbers, since it has to say how large the results will be. All-to-alls of a block and a microbatch:
 
 | of | elements of a rank | forward | backward | again in recomputation |
 |---|---|---|---|---|
-| copies, and results | D for each copy | 2 | 2 | 1, unless results of matmuls are kept |
+| dispatched copies, and their results | D for each copy | 2 | 2 | 1, unless results of matmuls are kept |
 | scores of copies | 1 for each, in fp32 or finer | 1 | 1 | 1, the same |
 | numbers of copies | E, int32 | 1 | | 1, the same |
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dtlayout.models.feed_forward import Bring, Mixture, StackedFeedForward
+from dtlayout.models.feed_forward import Combine, Mixture, StackedFeedForward
 from dtlayout.ops.grouped import StackedLinear
 from dtlayout.ops.routing import invert, permute
 from dtlayout.plans.collectives import Group, all_reduce, exchange
@@ -36,11 +36,11 @@ to each rank, and come."""
 
 
 def split_experts(module: nn.Module, pattern: str, ep_mesh: DeviceMesh) -> None:
-    """Split the stacks of the experts that `pattern` names over ep, and have tokens go to them and come back."""
+    """Split the stacks of the experts that `pattern` names over ep, and dispatch tokens to them."""
     names = match_names(pattern, [name for name, _ in module.named_modules()])
     for experts in (module.get_submodule(name) for name in names):
         assert isinstance(experts, StackedFeedForward), "the pattern names stacks of experts"
-        experts.exchange = TokenExchange(Group.of(ep_mesh))
+        experts.dispatch = Dispatcher(Group.of(ep_mesh))
         for stack in (part for part in experts.modules() if isinstance(part, StackedLinear)):
             stack.__class__ = _SplitStack
             stack.weight = nn.Parameter(distribute_tensor(stack.weight, ep_mesh, [Shard(0)]))
@@ -57,15 +57,15 @@ def read_counts(sent: Tensor, received: Tensor, num_copies: int) -> tuple[list[i
     return to_ranks, from_ranks
 
 
-class TokenExchange:
-    """The `exchange` of a block's experts that ep's ranks split."""
+class Dispatcher:
+    """The `dispatch` of a block's experts that ep's ranks split, by all-to-alls."""
 
     def __init__(self, group: Group):
         self.group = group
         self.read_counts: ReadCounts = read_counts
         """Dry runs, in which tensors have no numbers, replace it."""
 
-    def __call__(self, x_RD: Tensor, scores_R: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Bring]:
+    def __call__(self, x_RD: Tensor, scores_R: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Combine]:
         sent = ends_E.diff(prepend=ends_E.new_zeros(1)).unflatten(0, (self.group.size, -1))
         equal = [1] * self.group.size
         received = exchange(sent, self.group, equal, equal)
@@ -74,10 +74,10 @@ class TokenExchange:
         order, ends = _order_by_expert(received, sum(from_ranks))
         inverse = invert(order)
 
-        def bring_back(results_ND: Tensor) -> Tensor:
+        def combine(results_ND: Tensor) -> Tensor:
             return exchange(permute(results_ND, inverse, order), self.group, from_ranks, to_ranks)
 
-        return permute(x_ND, order, inverse), permute(scores_N, order, inverse), ends, bring_back
+        return permute(x_ND, order, inverse), permute(scores_N, order, inverse), ends, combine
 
 
 def _order_by_expert(received: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
