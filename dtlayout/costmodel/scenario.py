@@ -212,9 +212,9 @@ class BaseSizes(NamedTuple):
     """Bytes of one element of a frozen weight of few bits while it is computed; 0 where none is."""
 
     weight: float
-    """The weight in the compute format."""
+    """Weight in the compute format."""
     lookup: float
-    """What its codes become before that."""
+    """Indices into a table that its codes become before that."""
 
 
 def weigh_base(scenario: Scenario) -> BaseSizes:

@@ -7,6 +7,7 @@ from math import ceil
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
 from dtlayout.programs.program import Arguments, Job, Program, choose
+from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import SGD, AdamW
 from dtlayout.spec.recompute import Recompute
 
@@ -24,6 +25,8 @@ _CONTEXT = {"ring": "p2p", "gather": "allgather", "all-to-all": "a2a"}
 """Our method of attention over cp → --cp-comm-type."""
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO stage → --data-parallel-sharding-strategy."""
+_BALANCE_LOSS = 0.01
+"""Coefficient of the balance loss in published scripts."""
 
 
 def write(job: Job) -> Arguments:
@@ -85,6 +88,8 @@ def _list_model_gaps(job: Job) -> list[str]:
         gaps.append("the feed-forward without a gate takes GELU: add --squared-relu where the model has that")
     if model.experts and model.experts.bias:
         gaps.append("model.experts.bias is no option: all matmuls have a bias or none, and none is written")
+    if model.experts and model.experts.score == "sigmoid" and not model.experts.normalized:
+        gaps.append("model.experts.normalized=false is no option beside sigmoid scores, which are divided by their sum")
     return gaps
 
 
@@ -124,9 +129,9 @@ def _experts(job: Job) -> list[str]:
     options = [
         "--num-experts", f"{experts.number}", "--moe-router-topk", f"{experts.per_token}",
         "--moe-ffn-hidden-size", f"{experts.ffn_size}", "--moe-grouped-gemm", "--moe-permute-fusion",
-        "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
         "--expert-model-parallel-size", f"{layout.ep}", "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
+    options += _router(experts)
     if experts.shared_ffn_size:
         options += ["--moe-shared-expert-intermediate-size", f"{experts.shared_ffn_size}"]
     if experts.dense_layers:
@@ -137,6 +142,29 @@ def _experts(job: Job) -> list[str]:
     else:
         options += ["--moe-token-dispatcher-type", "alltoall"]
     return options + ["--overlap-moe-expert-parallel-comm"] * layout.overlaps_ep
+
+
+def _router(experts: Experts) -> list[str]:
+    """Arguments for scores, groups and balance; a balance loss that the model leaves out has the usual coefficient,
+    unless its router has a bias for that."""
+    options = list[str]()
+    if experts.score == "sigmoid":
+        options += ["--moe-router-score-function", "sigmoid"]
+    elif not experts.normalized:
+        options.append("--moe-router-pre-softmax")
+    if experts.groups > 1:
+        options += ["--moe-router-num-groups", f"{experts.groups}"]
+        options += ["--moe-router-group-topk", f"{experts.groups_per_token}"]
+    if experts.scale != 1:
+        options += ["--moe-router-topk-scaling-factor", f"{experts.scale}"]
+    if experts.correction_bias:
+        options += ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", f"{experts.bias_rate}"]
+    if experts.z_loss:
+        options += ["--moe-z-loss-coeff", f"{experts.z_loss}"]
+    if experts.correction_bias and not experts.balance_loss:
+        return [*options, "--moe-router-load-balancing-type", "none"]
+    coefficient = f"{experts.balance_loss or _BALANCE_LOSS}"
+    return [*options, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", coefficient]
 
 
 def _degrees(job: Job) -> list[str]:

@@ -96,10 +96,12 @@ def _check(job: Job) -> None:
 
 def _check_experts(model: ModelShape, experts: Experts, layout: Layout) -> None:
     has_others = experts.bias or experts.dense_layers or experts.shared_ffn_size % experts.ffn_size
+    has_others = has_others or experts.score != "softmax" or experts.groups > 1 or experts.scale != 1
+    has_others = has_others or experts.correction_bias or not experts.normalized
     if _MODULES[model.family] != "qwen3" or has_others:
         raise InvalidConfig(
-            f"model {model.name}: of mixtures of experts those of Qwen3 are written for torchtitan, with experts alike "
-            f"in all blocks; leave out --emit, or use --engine megatron"
+            f"model {model.name}: of mixtures of experts those of Qwen3 are written for torchtitan, with its router "
+            f"and experts alike in all blocks; leave out --emit, or use --engine megatron"
         )
     if layout.dp_shard * layout.cp * layout.tp % layout.ep:
         raise InvalidLayout(

@@ -211,6 +211,22 @@ def test_experts_and_how_they_are_spread_are_written():
     alone, _ = write("megatron", Layout(dp_shard=8, ep=4), model=QWEN)
     assert (alone["moe-token-dispatcher-type"], alone["expert-model-parallel-size"]) == ("alltoall", "4")
     assert not {"moe-layer-freq", "moe-shared-expert-intermediate-size", "multi-latent-attention"} & alone.keys()
+    router = {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": "0.01"}
+    assert router.items() <= alone.items() and "moe-router-score-function" not in alone
+    dots, gaps = write("megatron", SPREAD, model=PRESETS["dots.llm1"])
+    router = {
+        "moe-router-score-function": "sigmoid", "moe-router-topk-scaling-factor": "2.5",
+        "moe-router-enable-expert-bias": None, "moe-router-bias-update-rate": "0.0",
+        "moe-router-load-balancing-type": "none",
+    }  # fmt: skip
+    assert gaps == [] and router.items() <= dots.items() and "moe-router-num-groups" not in dots
+    grouped = {"score": "softmax", "normalized": False, "groups": 4, "groups_per_token": 2, "balance_loss": 0.001}
+    own, _ = write("megatron", SPREAD, model=replace(QWEN, experts=replace(QWEN.experts, **grouped, z_loss=0.1)))
+    router = {
+        "moe-router-pre-softmax": None, "moe-router-num-groups": "4", "moe-router-group-topk": "2",
+        "moe-aux-loss-coeff": "0.001", "moe-z-loss-coeff": "0.1",
+    }  # fmt: skip
+    assert router.items() <= own.items()
     dense, _ = write("megatron", LAYOUTS["cp"])
     assert dense["cp-comm-type"] == "p2p" and "num-experts" not in dense
 
@@ -286,6 +302,11 @@ GAPS = [
     ("torchtitan", {"model": replace(QWEN, num_layers=9)}, "moe_args=MoEArgs(num_experts=128, num_shared_experts=0,"),
     ("megatron", {"model": replace(QWEN, gated_ffn=False)}, "the feed-forward without a gate takes GELU"),
     ("megatron", {"model": replace(QWEN, experts=replace(QWEN.experts, bias=True))}, "model.experts.bias is no option"),
+    (
+        "megatron",
+        {"model": replace(QWEN, experts=replace(QWEN.experts, score="sigmoid", normalized=False))},
+        "model.experts.normalized=false is no option beside sigmoid scores",
+    ),
     ("automodel", {"layout": LAYOUTS["tp"]}, "every block is recomputed instead"),
     ("automodel", {"kernels": Kernels(attention="fa3")}, "kernels.attention=fa3 is no sdpa_method"),
     ("automodel", {"kernels": Kernels(compile="model")}, "kernels.compile=model: blocks are compiled one by one"),

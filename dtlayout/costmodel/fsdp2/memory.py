@@ -14,7 +14,7 @@ from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2 import blocks as autograd
 from dtlayout.costmodel.fsdp2.blocks import WeightGradients
 from dtlayout.costmodel.fsdp2.phase import IDLE, Bytes, MemoryKind, Phase, changes, fullest_of, sequence
-from dtlayout.costmodel.fsdp2.runs import BlockRun, SizesOf, find_runs
+from dtlayout.costmodel.fsdp2.runs import BlockRun, SizesOfKind, find_runs
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.steps import Reduced, Step, find_rows, find_steps
 from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, stage_units
@@ -132,7 +132,7 @@ class _Stage:
         self,
         model: ModelShape,
         layout: Layout,
-        sizes: SizesOf,
+        sizes: SizesOfKind,
         sharding: UnitBytes,
         chunk: StageSlice,
     ):

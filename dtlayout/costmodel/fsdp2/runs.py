@@ -12,7 +12,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
 
-SizesOf = Callable[[ModelShape, bool], Sizes]
+SizesOfKind = Callable[[ModelShape, bool], Sizes]
 """(a kind of block, whether its input needs no gradient) → its sizes."""
 
 
@@ -42,7 +42,7 @@ class BlockRun(NamedTuple):
 
 
 def find_runs(
-    model: ModelShape, layout: Layout, sizes: SizesOf, stage: StageSlice, *, nests_experts: bool, base: str
+    model: ModelShape, layout: Layout, sizes: SizesOfKind, stage: StageSlice, *, nests_experts: bool, base: str
 ) -> list[BlockRun]:
     """The runs of a stage, first to last; `nests_experts` is a feature, `base` that of `Precision`."""
     recompute, forward_only = Recompute.parse(layout.recompute), find_forward_only(model, stage)
