@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
 from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import parse_config
@@ -48,6 +49,11 @@ def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[s
     """
     if (program := PROGRAMS.get(scenario.engine.name)) is None:
         return _emit_config(path, scenario, estimate, reasons)
+    if (adapter := scenario.model.adapter) is not None:
+        raise InvalidConfig(
+            f"adapter.method={adapter.method}: arguments of {program.title} for an adapter are not written; "
+            f"leave out --emit, or use --engine {OWN_ENGINE}"
+        )
     arguments = program.write(Job(scenario, estimate, _STEPS))
     comments = [_name_scenario(scenario), *_describe_program(program, arguments, path), *reasons]
     first = [program.first_line] if program.first_line else []
@@ -90,7 +96,8 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     needs_tokenizer = model.vocab_size < _BYTES_VOCAB
     used = estimate.kernels.used(request_kernels(scenario, estimate.layout))
     sections = {
-        "model": _changes(model, PRESETS.get(model.name), ["name"]),
+        "model": _changes(model.base, PRESETS.get(model.name), ["name"]),
+        "adapter": {} if model.adapter is None else asdict(model.adapter),
         "batch": asdict(scenario.batch),
         "layout": _changes(_cut_alike(scenario, estimate), Layout(), _SAID_OF_LAYOUTS),
         "kernels": {kernel.operation: kernel.name for kernel in used} | {"compile": estimate.kernels.compile},

@@ -10,6 +10,7 @@ from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
+from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.records.intervals import find_intervals
 
@@ -47,6 +48,8 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     else:
         bound = f"{limit.component}: {limit.share:.1%} of the step"
     mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"
+    if gpu.has_mfu and count_active_frozen_parameters(scenario.model):
+        mfu += f" ({FROZEN_FLOPS})"
     if_fits = "" if now.fits else ", if it did fit"
     speed = scenario.batch.tokens_per_s_per_gpu(now.step_time_s, now.layout.world_size)
     of_step, of_peak = find_intervals(scenario)
@@ -70,7 +73,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
-    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes]
+    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes, *_format_adapter(explanation)]
 
 
 def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
@@ -138,6 +141,14 @@ def _format_changes(explanation: Explanation) -> list[str]:
     return [*lines, text, *align([["change", "step, s", "", "peak"], _row(growth, now)])]
 
 
+def _format_adapter(explanation: Explanation) -> list[str]:
+    """Lines on an adapter with which the layout fits, last of all: it trains other weights; none without one."""
+    if (change := explanation.adapter) is None:
+        return []
+    title = "to fine-tune, an adapter beside a frozen model fits:"
+    return ["", title, *align([["change", "step, s", "", "peak"], _row(change, explanation.estimate)])]
+
+
 def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
     gain = 1 - after.step_time_s / now.step_time_s
@@ -182,4 +193,5 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],
         "growth": None if growth is None else describe(growth),
+        "adapter": None if explanation.adapter is None else describe(explanation.adapter),
     }  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.base.formatting import GIB
+from dtlayout.commands.adapter_options import add_adapter, with_adapter
 from dtlayout.commands.arguments import MODELS, show
 from dtlayout.commands.recommend_document import BASELINES, make_document, make_scale_document
 from dtlayout.commands.recommend_text import describe, describe_counts, describe_scale, list_reasons
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the scenario, and the questions about it."""
     parser.add_argument("--model", required=True, metavar="M", help=MODELS)
     parser.add_argument("--vocab", type=int, metavar="V", help="another vocabulary size than the model's")
+    add_adapter(parser)
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
     parser.add_argument("--gpu", metavar="NAME", help="a GPU type, such as a100-80g-sxm, h100-80g-sxm or cpu")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, unless --scale or --min-gpus says")
@@ -196,6 +198,7 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
     model = find_model(options.model)
     if options.vocab is not None:
         model = replace(model, vocab_size=options.vocab)
+    model = with_adapter(model, options)
     cluster = _read_cluster(options, options.gpus if num_gpus is None else num_gpus)
     engine, precision = find_engine_on(options.engine, cluster.gpu).told_formats(_read_formats(options.precision))
     return Scenario(

@@ -146,7 +146,7 @@ def make_scale_document(rows: Sequence[ScaleRow], options: argparse.Namespace) -
 
 def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, Any]:
     return {
-        "model": asdict(scenario.model), "parameters": count_parameters(scenario.model),
+        "model": asdict(scenario.model), "parameters": count_parameters(scenario.model), **_count_trained(scenario),
         "batch": asdict(scenario.batch), "gpu": scenario.cluster.gpu.name, "num_gpus": scenario.cluster.num_gpus,
         "gpus_per_node": scenario.cluster.gpus_per_node, "engine": scenario.engine.name,
         "calibrated": scenario.engine.is_calibrated, "knows_time": scenario.knows_time,
@@ -154,6 +154,14 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
         "records": [asdict(record) for record in scenario.cluster.records],
         "precision": asdict(scenario.precision), "optimizer": scenario.optimizer.name, "allowed_bytes": allowed_bytes,
     }  # fmt: skip
+
+
+def _count_trained(scenario: Scenario) -> dict[str, int]:
+    """Parameters that an adapter trains; {} without one."""
+    model = scenario.model
+    if model.adapter is None:
+        return {}
+    return {"trained_parameters": count_parameters(model) - count_parameters(model.base)}
 
 
 def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 from dtlayout.base.formatting import GIB, align, plural, three_digits
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.costmodel.scenario import NO_TIME
+from dtlayout.models.counting import FROZEN_FLOPS
 from dtlayout.planner.verdicts import fold_alike
 from dtlayout.records.intervals import Alike, Interval
 from dtlayout.spec.batch import Batch
@@ -179,8 +180,8 @@ def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator
     nodes += f", {linked} joined by fast links" if linked > per_node else ""
     updated = "" if scenario["optimizer"] == AdamW.name else f", updated by {scenario['optimizer']}"
     yield (
-        f"{scenario['model']['name']}, {scenario['parameters'] / 1e9:.2f} billion parameters, on "
-        f"{', '.join(map(str, sizes))} x {gpu}{nodes}; {plural(batch['global_batch'], 'sequence')} of "
+        f"{scenario['model']['name']}, {scenario['parameters'] / 1e9:.2f} billion parameters{_say_trained(scenario)}, "
+        f"on {', '.join(map(str, sizes))} x {gpu}{nodes}; {plural(batch['global_batch'], 'sequence')} of "
         f"{plural(batch['seq_len'], 'token')} a step{updated}"
     )
     step, peak = _read_interval(document, "step_time"), _read_interval(document, "peak_memory")
@@ -191,6 +192,14 @@ def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator
     for name, interval in (("step", step), ("peak", peak)):
         yield f"{name} {interval.low:.2f} to {interval.high:.2f} times as predicted, for {interval.basis}"
     yield from (str(SweepRecord(**record)) for record in scenario["records"])
+
+
+def _say_trained(scenario: JsonDocument) -> str:
+    """The share of the parameters that an adapter trains, and by what FLOPs its MFU counts; "" without one."""
+    if (adapter := scenario["model"]["adapter"]) is None:
+        return ""
+    trained = f"{scenario['trained_parameters'] / 1e6:,.1f} million of them trained by {adapter['method']}"
+    return f" ({trained}; MFU counts {FROZEN_FLOPS})"
 
 
 def _read_interval(document: JsonDocument, quantity: str) -> Interval:

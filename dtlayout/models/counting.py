@@ -9,6 +9,9 @@ from dtlayout.models.families import describe
 from dtlayout.models.operations import SelfAttention
 from dtlayout.spec.model_shape import ModelShape
 
+FROZEN_FLOPS = "4 FLOPs a token for a frozen parameter, not 6"
+"""Words for what `count_model_flops_per_token` credits where not all is trained."""
+
 
 def count_block_parameters(model: ModelShape) -> int:
     """Parameters of one block: of a Llama 2·h·(q + kv) + 3·h·f + 2·h, with a gate; all experts where it has them."""

@@ -118,7 +118,7 @@ def end_gradients(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
     does; a result that no entry reads by its name lets go of that gradient where it needs none.
     """
     read, made = {each.name for entry in tape for each in entry.reads}, {HIDDEN}
-    needed, of_norm, can_let_go = set[str](), tuple[str, ...](), _reads_unnamed_later(tape)
+    needed, saved, of_norm, can_let_go = set[str](), set[str](), tuple[str, ...](), _reads_unnamed_later(tape)
     for entry, lets_go in zip(tape, can_let_go, strict=True):
         if entry.kind == "scale" and of_norm:  # of a norm whose weight alone has a gradient
             entry = entry._replace(reads=(), saves=entry.saves[:1], weights=of_norm)
@@ -128,6 +128,12 @@ def end_gradients(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
         made.update(each.name for each in entry.makes)
         if reads or (entry.weights and not is_first_half) or (needed and entry.kind == "residual"):
             needed.update(each.name for each in entry.makes)
+            first = tuple(
+                each for each in entry.saves_again if each.name not in saved
+            )  # which had saved it is left out
+            again = tuple(each for each in entry.saves_again if each.name in saved)
+            saved.update(each.name for each in (*entry.saves, *first))
+            entry = entry._replace(saves=(*entry.saves, *first), saves_again=again)
             yield entry if entry.kind in ("add", "residual") else entry._replace(reads=reads)
         else:
             lets_go = lets_go and not any(each.name in read for each in entry.makes)

@@ -14,7 +14,9 @@ from math import inf
 from dtlayout.base.refusals import show_value
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
+from dtlayout.models.families import find_adapter_problems
 from dtlayout.planner.neighbours import find_moves, find_splits, grow, other_kernels
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 
@@ -66,6 +68,8 @@ class Explanation:
     """Seconds of a step in which a rank's link to its host copies; 0 without offload."""
     waited_s: float = 0.0
     """Seconds by which the step is longer because it waits for these copies."""
+    adapter: Change | None = None
+    """The layout with a LoRA beside a frozen model, if the model without an adapter does not fit and this does."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
@@ -76,7 +80,8 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     growth = None if now.fits or changes else find_growth(estimator, now)
     stages = () if scenario.is_on_host else estimator.work(layout, kernels)
     waits = any(work.host_s > LEAST_GAIN * (work.forward_s + work.backward_s) for work in stages)
-    found = Explanation(now, find_limit(now, waits_for_host=waits), changes, growth)
+    limit = find_limit(now, waits_for_host=waits)
+    found = Explanation(now, limit, changes, growth, adapter=find_adapter_that_fits(scenario, now))
     if layout.offload == "none" or scenario.is_on_host:
         return found
     gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=inf)
@@ -136,6 +141,18 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
             return best
         factor *= 2
     return None
+
+
+def find_adapter_that_fits(scenario: Scenario, now: Estimate) -> Change | None:
+    """The layout with a LoRA beside a frozen model; None if the layout fits as it is, or not so either."""
+    if now.fits or scenario.model.adapter is not None:
+        return None
+    adapted = replace(scenario, model=replace(scenario.model, adapter=Adapter()))
+    estimator = Estimator(adapted)
+    if find_adapter_problems(adapted.model) or not _fits(estimator, now.layout, now.kernels):
+        return None
+    overrides = ("--adapter.method=lora",)
+    return Change("adapter", overrides, estimator.estimate(now.layout, now.kernels))
 
 
 def find_overrides(old: tuple[Layout, Kernels | OpenKernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:

@@ -81,7 +81,8 @@ class ActivationOffloader:
                 return forward(residual, *others)
             if is_last and (ahead := self._find_following()):
                 ahead.to_device()
-            read = [*block.parameters(), *each_tensor(others), *([residual] if residual.is_leaf else [])]
+            received = [residual] if residual.is_leaf and residual.requires_grad else []
+            read = [*block.parameters(), *each_tensor(others), *received]
             kept = self.current = _Block(self, None if is_first else self._last, _storages(read))
             with saved_tensors_hooks(kept.pack, unpack):
                 output = forward(residual, *others)

@@ -34,6 +34,20 @@ class WeightGradients(NamedTuple):
         return sum(self.num_bytes.values()) if self.pile_up else 0.0
 
 
+class Recomputed(NamedTuple):
+    """Bytes that a block which is computed again adds to what it has kept; none of a block that is not."""
+
+    in_attention: float
+    """Most of them until attention is over."""
+    left: float
+    """Those held in the end."""
+
+    @property
+    def steps(self) -> Steps:
+        """Changes of held bytes."""
+        return [(_A, self.in_attention), (_A, self.left - self.in_attention)] if self.left else []
+
+
 def block_forward(size: Sizes, kept: float, in_last_branch: float) -> Phase:
     """Phase of a block's forward: fullest in attention or in the last branch, and `kept` bytes in the end."""
     in_attention = size.in_attention
@@ -47,7 +61,7 @@ def forward_with_experts(size: Sizes, kept: float, begin: float, fullest: float)
 
 
 def backward_with_experts(
-    size: Sizes, weights: Sequence[WeightGradients], kept: float, recomputed: float, *, puts_off: bool
+    size: Sizes, weights: Sequence[WeightGradients], kept: float, recomputed: Recomputed, *, puts_off: bool
 ) -> tuple[Phase, Phase]:
     """`block_backward` of a block's experts, and of the rest; `weights` are the rest's and theirs.
 
@@ -58,7 +72,7 @@ def backward_with_experts(
     last = walk_backward(size.tape[place:], come_of_experts, puts_off=puts_off)
     has_gradient = {HIDDEN, *(name for each in size.tape[place:] for name in each.reads)}
     first = walk_backward(size.tape[:place], come, has_gradient=has_gradient, puts_off=puts_off)
-    return changes(*_again(size, recomputed), *last), changes(*first, (_A, size.block - recomputed - kept))
+    return changes(*recomputed.steps, *last), changes(*first, (_A, size.block - recomputed.left - kept))
 
 
 def _put_off(names: Iterable[str]) -> Steps:
@@ -66,24 +80,19 @@ def _put_off(names: Iterable[str]) -> Steps:
     return []
 
 
-def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: float) -> Phase:
+def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of a block's backward: from the gradient of its output, which is there before, to that of its input."""
     return _play_backward(size, walk_backward(size.tape, weights.come), kept, recomputed)
 
 
-def input_backward(size: Sizes, kept: float, recomputed: float) -> Phase:
+def input_backward(size: Sizes, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of the first part of a split backward, which leaves what the gradients of matmuls' weights are made of."""
     return _play_backward(size, walk_backward(size.tape, lambda _: [], puts_off=True), kept, recomputed)
 
 
-def _play_backward(size: Sizes, steps: Steps, kept: float, recomputed: float) -> Phase:
+def _play_backward(size: Sizes, steps: Steps, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of a backward's steps, behind a second forward if the block is recomputed; no kept bytes stay."""
-    return changes(*_again(size, recomputed), *steps, (_A, size.block - recomputed - kept))
-
-
-def _again(size: Sizes, recomputed: float) -> Steps:
-    """A second forward, if there is one."""
-    return [(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []
+    return changes(*recomputed.steps, *steps, (_A, size.block - recomputed.left - kept))
 
 
 def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from dtlayout.costmodel.forward_only import find_first_differentiated, find_forward_only
+from dtlayout.costmodel.fsdp2.blocks import Recomputed
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.units import Unit, block_units
 from dtlayout.pipelining.partition import StageSlice
@@ -23,7 +24,7 @@ class BlockRun(NamedTuple):
     unit: Unit
     kept: float
     """Bytes left by each for its backward."""
-    recomputed: float
+    recomputed: Recomputed
     """Bytes added to that when it is computed again."""
     in_last_branch: float
     """Bytes held in its forward's last branch."""
@@ -57,9 +58,10 @@ def find_runs(
         kind, has_backward = model.kind_of(layer), layer not in forward_only
         size, num_blocks = sizes(kind, layer == last), 1 + len(others)
         unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts, base=base)
-        kept, again, in_branch = 0.0, 0.0, size.in_last_branch_only(recompute, layer)
+        kept, again, in_branch = 0.0, Recomputed(0.0, 0.0), size.in_last_branch_only(recompute, layer)
         if has_backward:
-            kept, again = size.kept(recompute, layer), size.recomputed(recompute, layer)
+            kept, left = size.kept(recompute, layer), size.recomputed(recompute, layer)
+            again = Recomputed(size.recomputed_in_attention(recompute) if left else 0.0, left)
             in_branch = size.in_last_branch(recompute, layer)
         begin = size.in_experts(recompute, layer)[0] if experts else 0.0
         runs.append(BlockRun(size, unit, kept, again, in_branch, num_blocks, has_backward, experts, begin))

@@ -17,10 +17,11 @@ from math import ceil
 from dtlayout.costmodel.fsdp2.liveness import hold_at_end, hold_until
 from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
 from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of, weigh_base
-from dtlayout.models.families import describe
+from dtlayout.models.families import block_tape, describe
+from dtlayout.models.operations import ATTENDED
 from dtlayout.models.tape import TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
-from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, SwigluKernel
+from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel, SwigluKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
@@ -88,6 +89,8 @@ class Sizes:
         """True if blocks have experts, and our trainer runs them: each of their tensors is known."""
         self.kept_matmuls = scenario.engine.features.kept_matmuls
         """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
+        self.separate_rope = not (kernels.compiles_blocks or find_kernel(RopeKernel, kernels.rope).is_fused)
+        """Whether RoPE is several operations, each with an exact result in memory."""
         self.keeps_last = not kernels.compiles_blocks
         """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
         self.model = scenario.model
@@ -144,12 +147,18 @@ class Sizes:
     def _weigh_exchanges(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
         """Own queries, keys and values while heads are exchanged: packed, as they come, and in the order of positions;
         of gradients what leaves attention, as it goes and as it comes. The output is kept as attention gave it, and as
-        the next matmul reads it."""
+        the next matmul reads it, if that saves it."""
         attention = self.description.attention
         inputs, output = self.split(attention.input_width), self.split(attention.output_width)
-        self.attention += output
+        self.attention += output * self._saves_attended
         self.forward_work = max(inputs + self.forward_work, 3 * inputs - self.attention_results)
         self.backward_work = max(self.backward_work, 3 * inputs)
+
+    @property
+    def _saves_attended(self) -> bool:
+        """Whether a matmul saves attention's result; not if it is frozen and has no adapter."""
+        matmuls = [each for each in block_tape(self.model) if each.kind == "matmul"]
+        return any(each.name == ATTENDED for entry in matmuls for each in (*entry.saves, *entry.saves_again))
 
     def _weigh_parts(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
         """Kept are q, k, v, the output and a number a row; joined results and all gradients are exact.
@@ -351,6 +360,34 @@ class Sizes:
         if recompute.covers(layer):
             return self.in_last_branch(recompute, layer)
         return self.in_last_branch(_FULL, 0)
+
+    def recomputed_in_attention(self, recompute: Recompute) -> float:
+        """Added by a block that is computed again to what it has kept, at the fullest until attention is over.
+
+        Where weights are frozen, less is saved than results may be kept, so that it counts which of these are let go,
+        and the exact copies of RoPE, step by step; else the end of it holds more.
+        """
+        if self._read_tape is self.tape:
+            return self.in_attention
+        place = next(i for i, each in enumerate(self._read_tape) if each.kind == "attention")
+        let_go = [
+            sum(each.results) * (self.kept_matmuls if each.kept_as == "matmuls" else 1.0)
+            for each in self._read_tape[: place + 1]
+            if each.kept_as in recompute.kept
+        ]
+        before = let_go[:-1] if "attention" in recompute.kept else let_go
+        in_rope = max([self._in_rope(each) for each in self._read_tape[:place] if each.kind == "rope"], default=0.0)
+        # The block's input is kept. With sequence parallelism what a norm gave is there beside what is gathered of it,
+        # and so is the gathered gradient of the block's last sum.
+        more = self.stream * self.shards_sequence - self.stream * self.keeps_stream
+        if self.shards_sequence and self._read_tape[-2].kind == "sum":
+            more += self.whole
+        return more + max(in_rope - sum(before), self.in_attention - self.stream - sum(let_go))
+
+    def _in_rope(self, rope: SizedEntry) -> float:
+        """Held by a block's forward in RoPE of the queries, beside the stream."""
+        queries = next(iter(rope.reads.values())) * self.exact_element / self.element
+        return hold_until(self._read_tape, rope) + self.separate_rope * (4 + self.casts) * queries
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
