@@ -94,9 +94,8 @@ class RescaledLinear(Linear):
             return (matmul._replace(makes=(base,)), product((base,), (made,), (base,), scratch=(base, base)), *closing)
         scaled = read._replace(name=self.name)
         saved = read if self.style == "rowwise" else read._replace(name=self.reads, spread="input")
-        return (
-            product((read,), (scaled,), (saved,), scratch=(read, read)), matmul._replace(reads=(scaled,)), *closing,
-        )  # fmt: skip
+        kept = () if options.compiles else (saved,)
+        return product((read,), (scaled,), kept, scratch=(read, read)), matmul._replace(reads=(scaled,)), *closing
 
 
 def adapt(described: Description, adapter: Adapter) -> Description:

@@ -84,6 +84,8 @@ class TapeOptions(NamedTuple):
     holds."""
     exchanges: bool = False
     """Whether copies of tokens go to other ranks and come back."""
+    compiles: bool = False
+    """Whether a compiler sees the block whole, which computes again what elementwise operations make of results."""
     trains_all: bool = False
     """Whether entries save as if all weights were trained: forward holds what it reads, even if backward needs none."""
     ends_gradients: bool = False
@@ -118,8 +120,8 @@ def end_gradients(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
     does; a result that no entry reads by its name lets go of that gradient where it needs none.
     """
     read, made = {each.name for entry in tape for each in entry.reads}, {HIDDEN}
-    needed, saved, of_norm, can_let_go = set[str](), set[str](), tuple[str, ...](), _reads_unnamed_later(tape)
-    for entry, lets_go in zip(tape, can_let_go, strict=True):
+    needed, saved, of_norm = set[str](), set[str](), tuple[str, ...]()
+    for entry, can_let_go in zip(tape, _reads_unnamed_later(tape), strict=True):
         if entry.kind == "scale" and of_norm:  # of a norm whose weight alone has a gradient
             entry = entry._replace(reads=(), saves=entry.saves[:1], weights=of_norm)
         reads = tuple(each for each in entry.reads if each.name in needed or (needed and each.name not in made))
@@ -128,17 +130,23 @@ def end_gradients(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
         made.update(each.name for each in entry.makes)
         if reads or (entry.weights and not is_first_half) or (needed and entry.kind == "residual"):
             needed.update(each.name for each in entry.makes)
-            first = tuple(
-                each for each in entry.saves_again if each.name not in saved
-            )  # which had saved it is left out
-            again = tuple(each for each in entry.saves_again if each.name in saved)
-            saved.update(each.name for each in (*entry.saves, *first))
-            entry = entry._replace(saves=(*entry.saves, *first), saves_again=again)
-            yield entry if entry.kind in ("add", "residual") else entry._replace(reads=reads)
+            yield _keep_needed(entry, reads, saved)
+        elif can_let_go and not any(each.name in read for each in entry.makes):
+            yield entry._replace(reads=(), saves=(), saves_again=(), weights=())
         else:
-            lets_go = lets_go and not any(each.name in read for each in entry.makes)
-            bare = entry._replace(saves=(), saves_again=(), weights=(), is_differentiated=lets_go)
-            yield bare._replace(reads=()) if lets_go else bare
+            yield entry._replace(saves=(), saves_again=(), weights=(), is_differentiated=False)
+
+
+def _keep_needed(entry: TapeEntry, needed: tuple[BlockTensor, ...], saved: set[str]) -> TapeEntry:
+    """An entry of which only some inputs need a gradient; `saved` has what entries before it save, and gets its own."""
+    first = tuple(each for each in entry.saves_again if each.name not in saved)
+    kept = (*entry.saves, *first)
+    if entry.kind == "activation" and len(needed) < len(entry.reads) and entry.scratch is None:
+        kept = tuple(each for each in kept if each not in needed)  # a product saves the other factor
+    saved.update(each.name for each in kept)
+    reads = entry.reads if entry.kind in ("add", "residual") else needed
+    again = tuple(each for each in entry.saves_again if each not in first)
+    return entry._replace(reads=reads, saves=kept, saves_again=again)
 
 
 def _reads_unnamed_later(tape: Sequence[TapeEntry]) -> list[bool]:

@@ -83,6 +83,7 @@ class Sizes:
             fullest=fullest_share(scenario, layout),
             is_own_mixture=scenario.engine.features.nests_experts,
             exchanges=layout.ep > 1,
+            compiles=kernels.compiles_blocks,
             ends_gradients=ends_gradients,
         )
         self.has_own_mixture = self._options.is_own_mixture and self.description.experts is not None
@@ -396,7 +397,9 @@ class Sizes:
     def results(self, recompute: Recompute, *, last: bool) -> float:
         """Results that a recomputed block keeps, that of its last matmul only if `last`."""
         kept: list[float] = []
-        for entry in (each for each in self.tape if each.kept_as in recompute.kept):
+        joined = [] if self.keeps_last else [[*each.reads] for each in self._cut_last_branch[1] if each.kind == "add"]
+        unread = {name for names in joined for name in names[:-1]}  # a compiler sees that the last sum is not needed
+        for entry in (each for each in self.tape if each.kept_as in recompute.kept and not unread & each.makes.keys()):
             share = self.kept_matmuls if entry.kept_as == "matmuls" else 1.0
             kept += [share * size for size in entry.results]
         return sum(kept[:-1] if "matmuls" in recompute.kept and not last else kept)
