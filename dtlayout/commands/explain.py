@@ -73,7 +73,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
-    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes, *_format_adapter(explanation)]
+    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
 
 
 def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
@@ -141,11 +141,11 @@ def _format_changes(explanation: Explanation) -> list[str]:
     return [*lines, text, *align([["change", "step, s", "", "peak"], _row(growth, now)])]
 
 
-def _format_adapter(explanation: Explanation) -> list[str]:
-    """Lines on an adapter with which the layout fits, last of all: it trains other weights; none without one."""
-    if (change := explanation.adapter) is None:
+def _format_fine_tuning(explanation: Explanation) -> list[str]:
+    """Lines on fine-tuning with which the layout fits, last of all: it trains other weights; none without one."""
+    if (change := explanation.fine_tuning) is None:
         return []
-    title = "to fine-tune, an adapter beside a frozen model fits:"
+    title = "to fine-tune, a frozen model with an adapter fits:"
     return ["", title, *align([["change", "step, s", "", "peak"], _row(change, explanation.estimate)])]
 
 
@@ -193,5 +193,5 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],
         "growth": None if growth is None else describe(growth),
-        "adapter": None if explanation.adapter is None else describe(explanation.adapter),
+        "fine_tuning": None if explanation.fine_tuning is None else describe(explanation.fine_tuning),
     }  # fmt: skip

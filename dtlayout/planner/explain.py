@@ -14,9 +14,8 @@ from math import inf
 from dtlayout.base.refusals import show_value
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
-from dtlayout.models.families import find_adapter_problems
+from dtlayout.planner.fine_tuning import list_fine_tunings
 from dtlayout.planner.neighbours import find_moves, find_splits, grow, other_kernels
-from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 
@@ -68,8 +67,8 @@ class Explanation:
     """Seconds of a step in which a rank's link to its host copies; 0 without offload."""
     waited_s: float = 0.0
     """Seconds by which the step is longer because it waits for these copies."""
-    adapter: Change | None = None
-    """The layout with a LoRA beside a frozen model, if the model without an adapter does not fit and this does."""
+    fine_tuning: Change | None = None
+    """The layout with a LoRA beside a frozen model, on a base of 4 bits if need be, where it does not fit without."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
@@ -81,7 +80,7 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     stages = () if scenario.is_on_host else estimator.work(layout, kernels)
     waits = any(work.host_s > LEAST_GAIN * (work.forward_s + work.backward_s) for work in stages)
     limit = find_limit(now, waits_for_host=waits)
-    found = Explanation(now, limit, changes, growth, adapter=find_adapter_that_fits(scenario, now))
+    found = Explanation(now, limit, changes, growth, fine_tuning=find_fine_tuning(scenario, now))
     if layout.offload == "none" or scenario.is_on_host:
         return found
     gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=inf)
@@ -143,16 +142,13 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
     return None
 
 
-def find_adapter_that_fits(scenario: Scenario, now: Estimate) -> Change | None:
-    """The layout with a LoRA beside a frozen model; None if the layout fits as it is, or not so either."""
-    if now.fits or scenario.model.adapter is not None:
-        return None
-    adapted = replace(scenario, model=replace(scenario.model, adapter=Adapter()))
-    estimator = Estimator(adapted)
-    if find_adapter_problems(adapted.model) or not _fits(estimator, now.layout, now.kernels):
-        return None
-    overrides = ("--adapter.method=lora",)
-    return Change("adapter", overrides, estimator.estimate(now.layout, now.kernels))
+def find_fine_tuning(scenario: Scenario, now: Estimate) -> Change | None:
+    """The layout where less is trained, in the cheapest way in which it fits; None if it fits as it is, or in none."""
+    for way in list_fine_tunings(scenario) if not now.fits else ():
+        estimator = Estimator(way.scenario)
+        if _fits(estimator, now.layout, now.kernels):
+            return Change("fine-tuning", way.overrides, estimator.estimate(now.layout, now.kernels))
+    return None
 
 
 def find_overrides(old: tuple[Layout, Kernels | OpenKernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:

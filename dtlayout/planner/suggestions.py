@@ -11,14 +11,13 @@ from dtlayout.base.formatting import GIB, join_alike, three_digits
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import find_refusals, find_unsupported
-from dtlayout.models.families import find_adapter_problems
+from dtlayout.planner.fine_tuning import list_fine_tunings
 from dtlayout.planner.neighbours import has_splits, with_schedule
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.planner.stage_balance import balance_memory, balance_time
 from dtlayout.schedules.record import PipelineSchedule
 from dtlayout.schedules.schedules import SCHEDULES
-from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
 
 LEAST_FACTOR = 1.1
@@ -55,7 +54,7 @@ def list_ways_to_fit(search: Search, missed: Estimate) -> Iterator[str]:
     """Suggestions of layouts that fit, for a search in which none does; `missed` is the one that misses by least."""
     yield from filter(None, (
         remark_on_axis(search, None), remark_on_split(search, missed), remark_on_schedule(search, missed),
-        remark_on_offload(search, missed), remark_on_adapter(search),
+        remark_on_offload(search, missed), remark_on_fine_tuning(search),
     ))  # fmt: skip
 
 
@@ -106,18 +105,14 @@ def remark_on_offload(search: Search, missed: Estimate) -> str:
     return ""
 
 
-def remark_on_adapter(search: Search) -> str:
-    """A sentence on a layout that fits if a LoRA is trained beside a frozen model. It comes last: it trains less."""
-    space = search.space
-    model = replace(space.scenario.model, adapter=Adapter())
-    if space.scenario.model.adapter is not None or find_adapter_problems(model):
-        return ""
-    other = replace(space, scenario=replace(space.scenario, model=model))
-    for best in Search(other, search.max_memory).run(top=1).ranked:
-        return (
-            f"To fine-tune, --adapter lora trains small matrices beside a frozen model: {best.layout} would fit, "
-            f"{three_digits(best.step_time_s)} s a step."
-        )
+def remark_on_fine_tuning(search: Search) -> str:
+    """A sentence on a layout that fits if less is trained, in the cheapest way to do so; it comes last of all."""
+    for way in list_fine_tunings(search.space.scenario):
+        for best in Search(replace(search.space, scenario=way.scenario), search.max_memory).run(top=1).ranked:
+            return (
+                f"To fine-tune, {' '.join(way.options)} {way.meaning}: {best.layout} would fit, "
+                f"{three_digits(best.step_time_s)} s a step."
+            )
     return ""
 
 

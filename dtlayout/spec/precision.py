@@ -6,6 +6,8 @@ from typing import Literal, get_args
 from dtlayout.base.refusals import Refusal
 from dtlayout.base.validators import Ranged
 
+BaseName = Literal["compute", "nf4", "int8"]
+"""Names of [precision] base: that of compute, and those of `BASE_FORMATS`."""
 Format = Literal["float64", "float32", "bfloat16"]
 BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -69,7 +71,7 @@ class Precision(Ranged, section="precision"):
     """Format in which the linear layers of blocks multiply: that of compute, or fp8-tensorwise, fp8-rowwise, mxfp8 or
     nvfp4, which can only be predicted."""
 
-    base: Literal["compute", "nf4", "int8"] = "compute"
+    base: BaseName = "compute"
     """Format in which the frozen weights of linear layers are stored, with [adapter]: that of compute, or nf4 or int8
     with a scale for 64 elements in the compute format. They are computed out of it for each matmul. Routers, experts,
     embedding and head stay in the compute format."""
@@ -83,6 +85,8 @@ class Precision(Ranged, section="precision"):
             for name in ("params", "compute", "reduce")
             if getattr(self, name) not in BYTES
         ]
+        if self.base not in (bases := get_args(BaseName)):
+            broken.append(Refusal("base", f"precision.base={self.base!r} is unknown", f"use one of {list(bases)}"))
         if not broken and BYTES[self.params] < BYTES[self.compute]:
             what = f"precision.params={self.params} is coarser than precision.compute={self.compute}"
             advice = f"use params={self.compute} or finer"
