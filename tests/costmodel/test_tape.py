@@ -21,8 +21,10 @@ from dtlayout.costmodel.memory import block_bytes_per_token
 from dtlayout.costmodel.scenario import format_sizes
 from dtlayout.models import families
 from dtlayout.models.description import describe_llama
+from dtlayout.models.families import find_weight
 from dtlayout.models.llama import Block, Llama
 from dtlayout.models.tape import HIDDEN, BlockTensor, TapeEntry
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
@@ -80,6 +82,40 @@ def test_each_module_saves_what_its_steps_on_the_tape_say(model, precision, kern
     assert {name for name, size in expected.items() if size} == set(found)
     for name, size in found.items():
         assert size == pytest.approx(expected[name], rel=0.01), name
+
+
+ADAPTERS = [
+    Adapter(rank=2), Adapter(method="ia3"), Adapter(rank=2, targets=("o_proj", "up_proj")),
+    Adapter(method="ia3", targets=("q_proj", "o_proj", "gate_proj")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends_gradients", [False, True])
+@pytest.mark.parametrize("model", [replace(m, adapter=a) for m in (SHAPE, QWEN3) for a in ADAPTERS], ids=str)
+def test_a_frozen_block_saves_what_its_tape_says_also_where_its_input_needs_no_gradient(model, ends_gradients):
+    for norm in ("fused", "eager"):
+        case = Case(Layout(micro_batch=2), 2, model, BF16, Kernels(norm=norm))
+        llama = Llama(replace(model, num_layers=1), case.kernels, SEQ_LEN, dtype=torch.bfloat16)
+        for name, parameter in llama.named_parameters():
+            parameter.requires_grad_(find_weight(model, name).trains)
+        hidden = torch.zeros(2, SEQ_LEN, model.hidden_size, dtype=torch.bfloat16, requires_grad=not ends_gradients)
+        rotary, block = llama.model.rotary, llama.model.layers["0"]
+        found = trace(block, hidden, rotary.cos, rotary.sin)
+        sizes = Sizes(make_scenario(case), case.layout, case.kernels, ends_gradients=ends_gradients)
+        assert sum(found.values()) == pytest.approx(sizes.block, rel=0.01)
+
+
+@pytest.mark.parametrize("adapter", [None, *ADAPTERS], ids=str)
+def test_all_that_comes_in_a_backward_goes_in_it(adapter):
+    """But for the gradient of the block's input, which is in the place of that of its output."""
+    model = replace(SHAPE, adapter=adapter)
+    for layout in (Layout(micro_batch=2), Layout(tp=2), Layout(tp=2, sequence_parallel=False)):
+        for ends in (False, True):
+            sizes = Sizes(make_scenario(Case(layout, 2, model, BF16)), layout, Kernels(), ends_gradients=ends)
+            whole = walk_backward(sizes.tape, lambda _: [])
+            first = walk_backward(sizes.tape, lambda _: [], puts_off=True)
+            parts = [*first, *walk_delayed(sizes.tape, lambda _: [])]
+            assert [sum(size for _, size in steps) for steps in (whole, parts)] == [-sizes.block] * 2
 
 
 @pytest.mark.parametrize("model", [SHAPE, QWEN3], ids=lambda model: model.family)

@@ -10,6 +10,7 @@ from ranks import Ranks
 from rehearsal import rehearse
 from thorough import mostly_thorough
 
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts
@@ -167,6 +168,48 @@ FROZEN = [
     Case(Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3), precision=BF16, global_batch=16),
     Case(TIED_LAYOUTS["pp2 tp2"], precision=BF16, model=TIED),
 ]
+
+
+ADAPTED = {
+    "zero 3": Case(AXES["zero 3"], precision=BF16, model=replace(SHAPE, adapter=Adapter(rank=3))),
+    "tp and its sequences": Case(
+        Layout(dp_shard=2, tp=2, micro_batch=2, zero=2, recompute="selective"),
+        precision=BF16,
+        model=replace(SHAPE, adapter=Adapter(rank=3)),
+    ),
+    "pp without them": Case(
+        AXES["pp2 tp2 without sp"], precision=BF16, model=replace(TIED, adapter=Adapter(method="ia3"))
+    ),
+    "cp by heads": Case(
+        Layout(cp=2, cp_method="all-to-all", tp=2),
+        precision=BF16,
+        seq_len=128,
+        model=replace(SHAPE, adapter=Adapter(method="ia3")),
+    ),
+    "split backwards of some": Case(
+        Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3),
+        precision=BF16,
+        global_batch=16,
+        model=replace(SHAPE, adapter=Adapter(rank=3, targets=("o_proj", "up_proj"))),
+    ),
+    "documents, scores": Case(
+        AXES["pp4"], precision=BF16, kernels=MATH, documents=True, seq_len=128,
+        model=replace(SHAPE, adapter=Adapter(rank=3)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", mostly_thorough(ADAPTED.values(), lambda i, case: i in (1, 4)), ids=ADAPTED)
+def test_the_peak_of_an_adapter_beside_a_frozen_model_is_predicted_dry_and_measured_alike(
+    ranks4: Ranks, case: Case
+) -> None:
+    measured = ranks4.run(measure_peaks, case)[0]
+    firsts = [rank * 4 // case.layout.pp for rank in range(case.layout.pp)]
+    predicted = [rank.total for rank in predict(case)]
+    assert predicted == pytest.approx(measured, rel=0.02)
+    if not case.documents:  # of which a dry run has none
+        dry = [report.peak_bytes for _, report in sorted(rehearse(case, firsts).items())]
+        assert dry == pytest.approx(measured, rel=0.02)  # a message more or less
 
 
 def test_the_predicted_peak_of_a_model_with_frozen_weights_is_the_measured_one(ranks4: Ranks) -> None:

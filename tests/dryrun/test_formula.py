@@ -18,6 +18,7 @@ from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.planner.prediction import own_scenario, predict
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -56,12 +57,19 @@ STEPS = [
     Layout(pp=2, dp_replicate=2, dp_shard=2, schedule="zb-h1", zero=3, recompute="selective"),
     Layout(pp=4, dp_shard=2, schedule="v-min", virtual_stages=2, zero=2, sequence_parallel=False, tp=2),
 ]
+LORA, IA3 = Adapter(), Adapter(method="ia3")
+ADAPTED = [
+    (Layout(dp_shard=2, tp=2, zero=3, recompute="selective", offload="both"), LORA),
+    (Layout(tp=4, micro_batch=2, sequence_parallel=False, recompute="keep-matmuls"), LORA),
+    (Layout(cp=2, cp_method="all-to-all", dp_shard=2, zero=3), IA3),
+    (Layout(pp=2, tp=2, schedule="zb-h1", micro_batch=2, zero=3), Adapter(targets=("o_proj", "up_proj"))),
+]
 
 
-@pytest.mark.parametrize("layout", STEPS, ids=str)
-def test_each_action_of_a_step_holds_what_the_formula_says(layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "adapter"), [*((layout, None) for layout in STEPS), *ADAPTED], ids=str)
+def test_each_action_of_a_step_holds_what_the_formula_says(layout: Layout, adapter: Adapter | None) -> None:
     """Forwards too, whose peaks are those of a step in few layouts."""
-    short = ("num_layers", max(4, layout.num_stages)), ("vocab_size", 32_000)
+    short = ("num_layers", max(4, layout.num_stages)), ("vocab_size", 32_000), ("adapter", adapter)
     subject = Subject("llama3.1-8b", "h100-80g-sxm", 4096, 6 * layout.micro_batch * layout.dp, layout, short)
     scenario = own_scenario(subject.config, layout.world_size, find_gpu(subject.gpu))
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)

@@ -19,6 +19,7 @@ from dtlayout.dryrun.report import Message, RankReport
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.mesh.axes import PP
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -31,6 +32,8 @@ from dtlayout.training.step import TrainStep
 MIXTURE = replace(
     SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1, imbalance=1.5)
 )
+LORA, IA3 = Adapter(rank=8), Adapter(method="ia3")
+WIDE = replace(SHAPE, hidden_size=128, ffn_size=192, adapter=LORA)
 CASES = [
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
     Case(Layout(dp_replicate=2, dp_shard=2, recompute="full"), precision=FP32, kernels=Kernels(attention="sdpa-math")),
@@ -45,7 +48,13 @@ CASES = [
     Case(Layout(cp=2, cp_method="all-to-all", tp=2, zero=3), precision=BF16),
     Case(Layout(pp=2, dp_shard=2, offload="activations", recompute="every-2"), precision=BF16),
     Case(Layout(dp_shard=2, tp=2, zero=2, offload="both", recompute="selective"), precision=BF16),
+    Case(Layout(pp=2, tp=2, zero=3, schedule="zb-h1"), precision=BF16, model=replace(SHAPE, adapter=IA3)),
     Case(Layout(dp_shard=4, ep=2, zero=3, recompute="full"), precision=FP32, model=MIXTURE),
+    Case(
+        Layout(dp_shard=2, tp=2, zero=2, micro_batch=2, offload="both", recompute="selective"),
+        precision=BF16,
+        model=replace(SHAPE, adapter=LORA),
+    ),
     Case(
         Layout(pp=2, dp_shard=2, ep=2),
         precision=BF16,
@@ -53,6 +62,8 @@ CASES = [
     ),
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
+    Case(Layout(pp=2, dp_shard=2, zero=1), precision=replace(BF16, base="int8"), model=WIDE),
+    Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
 ]
 
 

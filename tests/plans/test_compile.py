@@ -14,12 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.models.description import BLOCKS
+from dtlayout.models.families import find_weight
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import compile_rest, prepare_blocks
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import make_plan
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Precision
 from dtlayout.spec.recompute import Recompute
 
@@ -86,8 +89,20 @@ def test_recomputation_is_compiled_with_its_block(recompute):
     ],
 )
 def test_a_compiled_block_keeps_what_the_cost_model_says(norm, recompute):
-    case = Case(Layout(micro_batch=2, recompute=recompute), 2, MODEL, BF16, Kernels(compile="blocks", norm=norm))
-    model = Llama(MODEL, case.kernels, SEQ_LEN, dtype=torch.bfloat16)
+    check_kept(MODEL, norm, recompute)
+
+
+@pytest.mark.parametrize("adapter", [Adapter(rank=2), Adapter(method="ia3")], ids=str)
+@pytest.mark.parametrize("recompute", ["none", thorough("selective")])
+def test_a_compiled_block_beside_an_adapter_keeps_what_the_cost_model_says(adapter, recompute):
+    check_kept(replace(MODEL, adapter=adapter), "fused", recompute)
+
+
+def check_kept(shape: ModelShape, norm: str, recompute: str) -> None:
+    case = Case(Layout(micro_batch=2, recompute=recompute), 2, shape, BF16, Kernels(compile="blocks", norm=norm))
+    model = Llama(shape, case.kernels, SEQ_LEN, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(find_weight(shape, name).trains)
     prepare_blocks(model, BLOCKS, Recompute.parse(recompute), compiles=True)
     saved: list[torch.Tensor] = []
     hidden = torch.zeros(2, SEQ_LEN, MODEL.hidden_size, dtype=torch.bfloat16, requires_grad=True)
