@@ -33,7 +33,7 @@ MIXTURE = replace(
     SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1, imbalance=1.5)
 )
 LORA, IA3 = Adapter(rank=8), Adapter(method="ia3")
-WIDE = replace(SHAPE, hidden_size=128, ffn_size=192, adapter=LORA)
+WIDE = replace(SHAPE, hidden_size=128, ffn_size=256, adapter=LORA)
 CASES = [
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
     Case(Layout(dp_replicate=2, dp_shard=2, recompute="full"), precision=FP32, kernels=Kernels(attention="sdpa-math")),
