@@ -38,9 +38,9 @@ class Recomputed(NamedTuple):
     """Bytes that a block which is computed again adds to what it has kept; none of a block that is not."""
 
     in_attention: float
-    """Most of them until attention is over."""
+    """Largest number of them until attention is over."""
     left: float
-    """Those held in the end."""
+    """Bytes held in the end."""
 
     @property
     def steps(self) -> Steps:
