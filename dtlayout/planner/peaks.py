@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, key_of
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.forward_only import has_forward_only
+from dtlayout.costmodel.forward_only import find_first_differentiated, has_forward_only
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
@@ -175,6 +175,9 @@ SizesOf = Callable[[BlockLayout, Kernels], Sizes]
 def _count_block_bytes(kinds: Sequence[tuple[Scenario, SizesOf]], layout: Layout, kernels: Kernels) -> BlockBytes:
     """`Peaks.block_bytes`, from the scenario and the sizes of each kind of block."""
     found = [_count_bytes_of_kind(scenario, size_of, layout, kernels) for scenario, size_of in kinds]
+    if (first := find_first_differentiated(kinds[0][0].model)) is not None:  # whose input needs no gradient
+        of_first = kinds[0][0].kinds[kinds[0][0].model.kind_of(first)]
+        found.append(_count_bytes_of_kind(of_first, partial(Sizes, of_first, ends_gradients=True), layout, kernels))
     if has_forward_only(kinds[0][0].model):
         found.append(BlockBytes(0.0, 0.0, 0.0, found[0].logits))
     return found[0] if len(found) == 1 else BlockBytes(*map(min, zip(*found, strict=True)))

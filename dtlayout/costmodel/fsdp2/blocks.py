@@ -38,7 +38,7 @@ class Recomputed(NamedTuple):
     """Bytes that a block which is computed again adds to what it has kept; none of a block that is not."""
 
     in_attention: float
-    """Largest number of them until attention is over."""
+    """Most bytes until attention is over."""
     left: float
     """Bytes held in the end."""
 
