@@ -30,6 +30,7 @@ from dtlayout.models.beside import (
     read_table,
     write_ids,
 )
+from dtlayout.models.peft import find_base_folder
 
 
 def keep(config: Config, *, is_new: bool) -> None:
@@ -60,7 +61,7 @@ def find_base(config: Config, *, is_new: bool) -> Path | None:
     if not is_new and kept.is_dir():
         return kept
     came_from = expand(config.train.init_from)
-    return came_from if config.train.init_from and came_from.is_dir() else None
+    return find_base_folder(came_from) if config.train.init_from and came_from.is_dir() else None
 
 
 def write_beside(folder: Path, base: Path | None, data: DataConfig | None) -> None:

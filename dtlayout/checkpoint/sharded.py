@@ -64,8 +64,9 @@ def collect_state(
 ) -> dict[str, Tensor]:
     """This rank's shards of parameters and of the optimizer's state of them, under their names in a checkpoint.
 
-    `settings` say which state each parameter has; frozen ones have none. Tied weights are there under their first name,
-    on every stage that has them; a rank that has both stages gives one of the equal tensors.
+    `settings` say which state each parameter has; frozen ones have none. Of a model with an adapter there are the
+    adapter's parameters alone: a checkpoint names the frozen model (`checkpoint.frozen_base`). Tied weights are there
+    under their first name, on every stage that has them; a rank that has both stages gives one of the equal tensors.
     """
     return _take_first(_name_state(modules, optimizer, model, settings))
 
@@ -80,6 +81,8 @@ def _name_state(
     for module in modules:
         for local_name, parameter in module.named_parameters():
             name, weight = model.aliases.get(local_name, local_name), find_weight(model, local_name)
+            if model.adapter is not None and not weight.trains:
+                continue
             yield f"parameters.{name}", parameter.detach()
             for kind in settings.state_of(weight.role) if settings and weight.trains else ():
                 yield f"{kind}.{name}", optimizer.state[parameter][kind]

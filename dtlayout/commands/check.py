@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import asdict, replace
 
+from dtlayout.base.files import expand
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.commands.arguments import (
     add_config,
@@ -18,6 +19,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, load_plan
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
+from dtlayout.models.peft import find_adapter_notes
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
 from dtlayout.spec.cluster import Gpu
@@ -127,6 +129,7 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy
 
         notes += find_other_tokenizer(config.data.tokenizer, config.train.init_from)
+        notes += find_adapter_notes(expand(config.train.init_from))
     return notes + kernels.problems(config.request_kernels(here, layout))
 
 

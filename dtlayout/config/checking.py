@@ -64,8 +64,8 @@ def _check_family(config: Config) -> list[Refusal]:
 
 
 def _check_first_weights(config: Config) -> list[Refusal]:
-    """A new run can start from the weights that it names."""
-    if not config.train.init_from or has_begun(config.train.run_folder):
+    """A new run can start from the weights that it names, and one with an adapter goes on beside them."""
+    if not config.train.init_from or (has_begun(config.train.run_folder) and config.model.adapter is None):
         return []
     return [Refusal("train.init_from", problem) for problem in check_init_from(config.train.init_from, config.model)]
 

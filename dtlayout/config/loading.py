@@ -18,6 +18,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.sections import TrainConfig
 from dtlayout.models.beside import KEPT, TOKENIZER, has_other_tokenizer
 from dtlayout.models.files import complete
+from dtlayout.models.peft import find_base_folder, is_peft, read_adapter
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
@@ -85,12 +86,12 @@ def parse_config(tables: dict[str, Any]) -> Config:
     except InvalidConfig as error:
         problems += error.problems
     if problems:
-        raise InvalidConfig(problems)
+        raise InvalidConfig(list(dict.fromkeys(problems)))  # several sections may need one file
     return config
 
 
 def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The [adapter] of the tables, with all of its keys; None without one.
+    """The [adapter] of the tables, with all of its keys, or that of a PEFT folder in `train.init_from`; None without.
 
     It is part of the model (`ModelShape.adapter`): it says which weights there are.
     """
@@ -98,7 +99,17 @@ def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(model, dict) and model.get("adapter") is not None:
         raise InvalidConfig("model.adapter is a section of its own: write [adapter]")
     given = tables.get("adapter")
-    return None if given is None else asdict(toml.parse(given, Adapter, "adapter"))
+    if given is not None:
+        return asdict(toml.parse(given, Adapter, "adapter"))
+    folder = _find_init_from(tables)
+    return asdict(read_adapter(folder)) if folder is not None and is_peft(folder) else None
+
+
+def _find_init_from(tables: Mapping[str, Any]) -> Path | None:
+    """The path of `train.init_from`; None without one, or where it can be no path."""
+    train = tables.get("train")
+    named = train.get("init_from") if isinstance(train, dict) else None
+    return expand(named) if isinstance(named, str) and named and not find_path_problem(named) else None
 
 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -135,7 +146,7 @@ def _name_source(train: Any) -> dict[str, Any]:
     init_from = train.get("init_from") if isinstance(train, dict) else None
     if not init_from:
         return {}
-    folder = expand(str(init_from)).absolute()  # whatever a preset is called
+    folder = find_base_folder(expand(str(init_from))).absolute()  # whatever a preset is called
     if not os.path.isfile(folder / "config.json"):
         raise InvalidConfig(f"train.init_from={init_from!r} has no config.json, and the config no [model]")
     return {"name": str(folder)}
@@ -162,6 +173,7 @@ def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
     init_from, run_folder = str(train.get("init_from", "")), str(train.get("run_folder", TrainConfig.run_folder))
     sources = _find_own_tokenizers(run_folder) if has_begun(run_folder) else []
     sources = [source for source in [*sources, init_from] if source and not find_path_problem(source)]
+    sources += [str(find_base_folder(expand(source))) for source in sources[-1:] if is_peft(expand(source))]
     for source in sources:
         if source == "bytes" or os.path.isfile(expand(source)) or os.path.isfile(expand(source) / TOKENIZER):
             return {**tables, "data": {**data, "tokenizer": source}}

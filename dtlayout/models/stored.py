@@ -53,7 +53,7 @@ def find_weights(folder: Path) -> dict[str, StoredTensor]:
     files = {name: find_inside(folder, name) for name in names}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise InvalidConfig(f"{folder} has no {', '.join(missing)}{_advise(folder)}")
-    held = {name: _read_header(file) for name, file in files.items()}
+    held = {name: read_header(file) for name, file in files.items()}
     problems = [
         f"{INDEX} says that {name} is in {file}, which does not hold it"
         for name, file in mapping.items() if name not in held[file]
@@ -94,7 +94,8 @@ def _advise(folder: Path) -> str:
     return "; save its weights as safetensors: model.save_pretrained(folder)" if pickled else ""
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Name → place, shape and format of each tensor in a safetensors file; InvalidConfig if it cannot be read."""
     from safetensors import SafetensorError, safe_open  # only now: few commands look at weights
 
     try:

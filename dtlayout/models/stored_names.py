@@ -41,10 +41,14 @@ class StoredWeight:
     """Whether each expert has a tensor of its own."""
     is_counter: bool
     """Whether a step counts it, so that a format that is coarser than float32 would spoil it."""
+    unit_dim: int | None = None
+    """Dimension of size 1 that the tensor on disk has beside the weight's, as the vectors of an adapter have one."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor on disk."""
+        if self.unit_dim is not None:
+            return (*self.shape[: self.unit_dim], 1, *self.shape[self.unit_dim :])
         return self.shape[1:] if self.is_stack else self.shape
 
 

@@ -8,6 +8,8 @@ there one by one. Rotary embeddings turn the same pairs, so that nothing is perm
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
@@ -17,6 +19,7 @@ from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_model
 from dtlayout.models.operations import Weight
+from dtlayout.models.peft import find_adapter_problems, find_base_folder, is_peft, read_adapter
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
 from dtlayout.models.stored_names import StoredWeight, store
 from dtlayout.spec.model_shape import Experts, ModelShape
@@ -81,14 +84,35 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
     return name_first(problems)
 
 
+def find_adapted_model(folder: Path) -> ModelShape:
+    """The model of a PEFT folder: the frozen one that it names, with its adapter.
+
+    InvalidConfig if one of the two folders has not the weights of that model.
+    """
+    base = find_base_folder(folder)
+    model = replace(find_model(str((base / CONFIG).absolute())), adapter=read_adapter(folder))
+    problems = [f"{folder}: {problem}" for problem in find_adapter_problems(folder, model)]
+    problems += [f"{base}: {problem}" for problem in find_weight_problems(find_weights(base), model.base)]
+    if problems:
+        raise InvalidConfig(problems)
+    return model
+
+
 def check_init_from(text: str, model: ModelShape) -> list[str]:
-    """Problems of `train.init_from`, one line each."""
+    """Problems of `train.init_from`, one line each: of a folder with a whole model, or with an adapter and its model.
+
+    A model with an adapter needs the frozen weights alone.
+    """
     where = f"train.init_from={text!r}"
     folder = expand(text)
     if not os.path.isdir(folder):
         return [f"{where} is no folder; give one with a config.json and safetensors"]
     try:
-        problems = find_weight_problems(find_weights(folder), model)
+        of_adapter = find_adapter_problems(folder, model) if is_peft(folder) else []
+        if of_adapter:
+            return [f"{where}: {problem}" for problem in of_adapter]
+        folder = find_base_folder(folder)
+        problems = find_weight_problems(find_weights(folder), model.base)
         made_for = find_model(str(folder / CONFIG))
         find_model_files(folder), find_tokenizer_files(folder)  # which an export takes along
     except InvalidConfig as error:
@@ -112,7 +136,7 @@ def _list_unseen(made_for: ModelShape, model: ModelShape) -> Iterator[tuple[str,
 
 def find_other_positions(text: str, model: ModelShape) -> list[str]:
     """Settings of a model's rotary embedding that differ from the folder `train.init_from`, one line each."""
-    made_for = find_model(str(expand(text) / "config.json"))
+    made_for = find_model(str(find_base_folder(expand(text)) / CONFIG))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
 

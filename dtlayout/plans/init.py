@@ -7,7 +7,7 @@ doi:10.1145/2660193.2660195), the deviate from the inverse of the normal distrib
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,16 +47,21 @@ def move_tables(modules: Sequence[nn.Module], device: torch.device | str) -> Non
 
 
 def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:
-    """`allocate`, and fill parameters.
-
-    As the model's description says: norms are 1, biases 0, matrices normal with `INIT_STD`; those that write into the
-    residual stream have it divided by sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that it does not grow with depth.
-    An adapter's first matrix has a variance of a third over the number of inputs, as in PEFT.
-    """
+    """`allocate`, and fill all parameters with their initial values."""
     allocate(modules, device)
+    fill_initial((named for module in modules for named in named_weights(module)), model, seed)
+
+
+def fill_initial(named: Iterable[tuple[str, Tensor | QuantizedWeight]], model: ModelShape, seed: int) -> None:
+    """Fill weights of a model, given with their names, as its description says.
+
+    Norms are 1, biases 0, matrices normal with `INIT_STD`; those that write into the residual stream have it divided by
+    sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that it does not grow with depth. An adapter's first matrix has a
+    variance of a third over the number of inputs, as in PEFT.
+    """
     constants = {"ones": 1.0, "zeros": 0.0}
     stds = {"normal": INIT_STD, "residual": INIT_STD / math.sqrt(2 * model.num_layers)}
-    for name, parameter in (named for module in modules for named in named_weights(module)):
+    for name, parameter in named:
         weight = find_weight(model, name)
         if weight.initial in constants:
             assert isinstance(parameter, Tensor), "matrices alone are quantized"

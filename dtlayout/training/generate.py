@@ -14,16 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.first_weights import load_weights
+from dtlayout.checkpoint.frozen_base import open_saved_base
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import load_parameters, read_model
+from dtlayout.models.beside import CONFIG
+from dtlayout.models.families import find_weight
 from dtlayout.models.files import find_model
 from dtlayout.models.llama import Block, Llama
+from dtlayout.models.peft import find_base_folder, is_peft
 from dtlayout.models.stored import find_weights
-from dtlayout.models.weights import find_weight_problems
+from dtlayout.models.weights import find_adapted_model, find_weight_problems
 from dtlayout.ops.attention import Attend
 from dtlayout.plans.apply import split_tensors
-from dtlayout.plans.init import allocate
+from dtlayout.plans.init import allocate, initialize
 from dtlayout.plans.plan import tensor_styles
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.kernels import Kernels
@@ -72,26 +76,32 @@ class Sampling:
 
 
 def is_hf_folder(source: Path) -> bool:
-    """Whether `source` is a Hugging Face folder rather than a run or a checkpoint."""
-    return (source / "config.json").is_file()
+    """Whether `source` is a Hugging Face folder, or a PEFT folder, rather than a run or a checkpoint."""
+    return is_peft(source) or (source / CONFIG).is_file()
 
 
 def find_shape(source: Path) -> ModelShape:
-    """The shape of the model in a run, a checkpoint or a Hugging Face folder."""
-    return find_model(str(source / "config.json")) if is_hf_folder(source) else read_model(find_checkpoint(source))
+    """The shape of the model in a run, a checkpoint, a Hugging Face folder or a PEFT folder."""
+    if is_peft(source):
+        return find_adapted_model(source)
+    return find_model(str(source / CONFIG)) if is_hf_folder(source) else read_model(find_checkpoint(source))
 
 
-def open_model(source: Path, max_len: int, number_format: str, device_type: str) -> Llama:
-    """A model of at most `max_len` tokens with the weights of a run, a checkpoint or a Hugging Face folder.
+def open_model(
+    source: Path, max_len: int, number_format: str, device_type: str, base: Path | None = None
+) -> Llama:  # fmt: skip
+    """A model of at most `max_len` tokens with the weights of a run, a checkpoint, a Hugging Face or a PEFT folder.
 
-    Several ranks split it by tp over all of them. InvalidConfig or CheckpointError if it cannot be opened,
-    InvalidLayout if the number of ranks does not divide it.
+    Several ranks split it by tp over all of them. `base` is where the frozen model of a run's adapter is now, by
+    default where it was. InvalidConfig or CheckpointError if it cannot be opened, InvalidLayout if the number of ranks
+    does not divide it.
     """
     shape, is_hf = find_shape(source), is_hf_folder(source)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout(tp=num_ranks, sequence_parallel=False)
     layout.check(shape, Batch(global_batch=1, seq_len=max_len))
-    if is_hf and (problems := find_weight_problems(find_weights(source), shape)):
+    weights = find_base_folder(source)
+    if is_hf and (problems := find_weight_problems(find_weights(weights), shape.base)):
         raise InvalidConfig([f"{source}: {problem}" for problem in problems])
     with torch.device("meta"):
         model = Llama(shape, KERNELS, max_len, dtype=getattr(torch, number_format))
@@ -99,16 +109,32 @@ def open_model(source: Path, max_len: int, number_format: str, device_type: str)
         mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("tp",))
         split_tensors(model, tensor_styles(shape, layout), mesh)
     if is_hf:
-        load_weights(source, [model], shape, 0, device_type)
+        load_weights(weights, [model], shape, 0, device_type, adapter=source if is_peft(source) else None)
     else:
-        allocate([model], device_type)
-        _load_checkpoint(find_checkpoint(source), model, shape)
+        checkpoint = find_checkpoint(source)
+        _give_base(checkpoint, model, shape, device_type, base)
+        _load_checkpoint(checkpoint, model, shape)
     return model.eval()
+
+
+def _give_base(checkpoint: Path, model: Llama, shape: ModelShape, device_type: str, asked: Path | None) -> None:
+    """Give a model its memory, and the frozen weights beside an adapter, which no checkpoint holds."""
+    if shape.adapter is None:
+        allocate([model], device_type)
+        return
+    base = open_saved_base(checkpoint, shape, asked)
+    if base.folder:
+        load_weights(Path(base.folder), [model], shape, 0, device_type)
+    else:
+        initialize([model], shape, base.seed, device_type)
 
 
 def _load_checkpoint(checkpoint: Path, model: Llama, shape: ModelShape) -> None:
     """Fill a model's parameters; a tied weight is saved under its first name, and may be two tensors here."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own = {
+        name: parameter.detach() for name, parameter in model.named_parameters()
+        if shape.adapter is None or find_weight(shape, name).trains
+    }  # fmt: skip
     load_parameters(checkpoint, {name: tensor for name, tensor in own.items() if name not in shape.aliases})
     if seconds := {first: own[second] for second, first in shape.aliases.items() if second in own}:
         load_parameters(checkpoint, seconds)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
-from dtlayout.base.files import write_whole
+from dtlayout.base.files import expand, write_whole
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
@@ -19,6 +19,7 @@ from dtlayout.data.samples import Samples
 from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
+from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.weights import find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
@@ -43,7 +44,7 @@ from dtlayout.training.observer import ObservedStep, Observer
 from dtlayout.training.result import StepResult
 from dtlayout.training.routing import Routing
 from dtlayout.training.trackers import Start, Trackers
-from dtlayout.training.trainer import Trainer
+from dtlayout.training.trainer import Trainer, starts_from_folder
 
 STEPS_RECORDED = 8
 """Largest number of recorded steps in timeline.json; the last ones stay."""
@@ -80,7 +81,7 @@ class Records(Observer):
             kernels=chosen.kernels, outcome="running", predicted=to_predicted(estimate, scenario),
         )  # fmt: skip
 
-    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: Samples | None, *, is_loaded: bool) -> None:
+    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: Samples | None, *, is_new: bool) -> None:
         """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
         model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
@@ -91,10 +92,11 @@ class Records(Observer):
         )
         for line in self.chosen.describe():
             self.display.say(line)
-        if is_loaded:
+        if starts_from_folder(self.config, is_new=is_new):
             self.display.say(f"weights of {self.config.train.init_from}")
             source, tokenizer = self.config.train.init_from, self.config.data.tokenizer
-            for line in find_other_positions(source, model) + find_other_tokenizer(tokenizer, source):
+            lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
+            for line in lines + find_adapter_notes(expand(source)):
                 self.display.say(f"note: {line}")
         if self.layout.offload != "none" and self.device.type == "cpu":
             self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")

@@ -16,6 +16,7 @@ def save(trainer: Trainer, checkpoints: Checkpoints, done: int, folder: str, *, 
     """Save the state after `done` steps into RUN/`folder`; CheckpointError if the `is_last` is not saved."""
     seen = trainer.count_seen(done)
     origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen)}
+    origin |= trainer.base.note() if trainer.base else {}
     origin |= {"learning_rate": asdict(trainer.learning_rate), "spikes": trainer.spikes.to_dict()}
     checkpoints.save(done, folder, resolved=trainer.resolve(), samples=seen.samples, origin=origin, is_last=is_last)
 

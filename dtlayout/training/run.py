@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError
 from dtlayout.base.lease import Lease, is_of_another
 from dtlayout.base.signals import StopRequest
+from dtlayout.checkpoint.frozen_base import check_base, find_frozen_base
 from dtlayout.checkpoint.kept import keep
 from dtlayout.config.config import Config
 from dtlayout.ops.attention import attention_implementation
@@ -121,12 +122,14 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     records = Records(config, inputs.layout, inputs.chosen, inputs.device)
     checkpoints = Checkpoints(config, records.display.say, watch, lease.check if lease else lambda: None)
     is_new = checkpoints.newest is None
-    is_loaded = bool(config.train.init_from) and is_new
-    trainer = build_trainer(inputs, watch, checkpoints.host, is_loaded=is_loaded)
+    base = find_frozen_base(config, checkpoints.host)
+    if base is not None and checkpoints.newest is not None:
+        check_base(checkpoints.newest, base)
+    trainer = build_trainer(inputs, watch, checkpoints.host, is_new=is_new, base=base)
     state_device = "cpu" if inputs.layout.offloads_state else inputs.device.type
     checkpoints.serve(trainer.assembly.modules, trainer.optimizer, state_device)
     done = resume(trainer, checkpoints, records.display.say)
-    records.say_what_starts(done, trainer, inputs.held_out, is_loaded=is_loaded)
+    records.say_what_starts(done, trainer, inputs.held_out, is_new=is_new)
     folder.look()
     records.open(trainer.resolve(), done)
     if records.is_writer:

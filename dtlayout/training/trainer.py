@@ -1,6 +1,6 @@
 """Trainer: model, optimizer, learning rate and batches of one rank, and the launch of a step with them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -10,10 +10,12 @@ import torch.distributed as dist
 from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED
 from dtlayout.base.files import expand
 from dtlayout.base.signals import StopRequest
-from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.first_weights import load_weights
+from dtlayout.checkpoint.frozen_base import FrozenBase
 from dtlayout.config.config import Config
 from dtlayout.data.samples import Seen, own_indices
 from dtlayout.mesh.axes import dp_rank
+from dtlayout.models.peft import find_base_folder, is_peft
 from dtlayout.plans.init import initialize
 from dtlayout.spec.layout import Layout, OpenLayout
 from dtlayout.training.batches import Batches, OwnBatch
@@ -42,6 +44,8 @@ class Trainer:
     """Gives each step the limits above which it updates nothing."""
     stop: StopRequest
     watch: Watchdog
+    base: FrozenBase | None = None
+    """The frozen model beside an adapter, which checkpoints name; None without an adapter."""
 
     def fetch_ahead(self, steps: range) -> Iterator[OwnBatch]:
         """Batches of steps by their numbers, from 1; a thread reads the next one meanwhile."""
@@ -82,10 +86,13 @@ class Trainer:
         return replace(self.config, layout=OpenLayout(**asdict(self.layout)), optimizer=optimizer)
 
 
-def build_trainer(inputs: RunInputs, watch: Watchdog, group: dist.ProcessGroup, *, is_loaded: bool) -> Trainer:
+def build_trainer(
+    inputs: RunInputs, watch: Watchdog, group: dist.ProcessGroup, *, is_new: bool, base: FrozenBase | None = None
+) -> Trainer:
     """Build the model and all that trains it.
 
-    `is_loaded` takes the weights of `train.init_from`, which ranks read together over `group`; else they are drawn.
+    Weights are those that `_find_weights` chooses; ranks read them together over `group`. `base` is the frozen model
+    beside an adapter.
     """
     config, layout, device_type = inputs.config, inputs.layout, inputs.device.type
     model, rank = config.model, dist.get_rank()
@@ -97,12 +104,29 @@ def build_trainer(inputs: RunInputs, watch: Watchdog, group: dist.ProcessGroup, 
     assembly = assemble(
         model, config.batch, layout, inputs.chosen.kernels, config.precision,
         seed=config.train.seed, device_type=device_type, timeout_s=config.train.timeout_s + SPARE_S,
-        give_weights=partial(load_weights, expand(config.train.init_from), group=group) if is_loaded else initialize,
+        give_weights=_find_weights(config, group, is_new=is_new),
     )  # fmt: skip
     optimizer = build_optimizer(assembly.modules, model, config.optimizer)
     step = TrainStep(assembly.runtime, optimizer, max_norm=config.optimizer.max_norm, mesh=assembly.mesh, model=model)
     return Trainer(
         config=config, layout=layout, assembly=assembly, optimizer=optimizer, step=step, batches=batches,
         learning_rate=LearningRate.of(config.optimizer, config.train.steps, {}), spikes=SpikeDetector(config.spikes),
-        stop=inputs.stop, watch=watch,
+        stop=inputs.stop, watch=watch, base=base,
     )  # fmt: skip
+
+
+def _find_weights(config: Config, group: dist.ProcessGroup, *, is_new: bool) -> Callable[..., None]:
+    """A function that gives modules their first weights: those of `train.init_from`, or drawn ones.
+
+    A run that goes on gets all that trains from its checkpoint, and so only what is frozen beside an adapter is read.
+    """
+    if not starts_from_folder(config, is_new=is_new):
+        return initialize
+    folder = expand(config.train.init_from)
+    adapter = folder if is_new and is_peft(folder) else None
+    return partial(load_weights, find_base_folder(folder), adapter=adapter, group=group)
+
+
+def starts_from_folder(config: Config, *, is_new: bool) -> bool:
+    """Whether weights are read from `train.init_from`."""
+    return bool(config.train.init_from) and (is_new or config.model.adapter is not None)

@@ -19,7 +19,8 @@ from tiny import write_tiny
 from benchmarks.convert import measure
 from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.checkpoint import sharded
-from dtlayout.checkpoint.hf import export_weights, import_weights, load_weights
+from dtlayout.checkpoint.first_weights import load_weights
+from dtlayout.checkpoint.hf import export_weights, import_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.parts import Part, load_parts
 from dtlayout.checkpoint.sharded import load_checkpoint

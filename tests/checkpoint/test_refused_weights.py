@@ -11,7 +11,8 @@ from hf_models import save_made
 from safetensors.torch import load_file, save_file
 
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
-from dtlayout.checkpoint.hf import export_weights, import_weights, load_weights
+from dtlayout.checkpoint.first_weights import load_weights
+from dtlayout.checkpoint.hf import export_weights, import_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.cli import main
 from dtlayout.models.files import find_model

@@ -30,7 +30,7 @@ from checkpoint_ranks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import BALANCED, Case, Outcome, largest_difference, run_reference
+from parity import BALANCED, MIXTURE, Case, Outcome, largest_difference, run_reference
 from resuming import MODEL, NUM_STEPS, list_scheduled, pair_randomly, resume
 from thorough import mostly_thorough, thorough
 from tiny import SHAPE
@@ -45,7 +45,10 @@ from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, find_damage, list_checkpoints, read_manifest
 from dtlayout.checkpoint.sharded import find_changes, find_intact, load_checkpoint, read_origin
+from dtlayout.models.families import find_weight
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import SGD, Optimizer
 
 TIED = replace(SHAPE, tied_embeddings=True)
@@ -98,20 +101,28 @@ def names_in(folder: Path) -> list[str]:
         (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW),
         (Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW),
         (Layout(dp_shard=4, ep=4), BALANCED, ADAMW),
+        (Layout(pp=2, tp=2, schedule="zb-h1"), replace(TIED, adapter=Adapter(rank=3)), ADAMW),
         thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),
+        thorough(
+            (
+                Layout(dp_shard=4, ep=4),
+                replace(MIXTURE, adapter=Adapter(method="ia3", targets=("k_proj", "down_proj"))),
+                ADAMW,
+            )
+        ),
     ],
-    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4", "sgd"],
+    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4", "lora", "sgd", "ia3 of experts"],
 )
 def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model, settings):
     by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
     saved, continued = (merge([states[i] for states in by_rank]) for i in (0, 1))
     (path,) = list_checkpoints(tmp_path)
-    layouts = LAYOUTS if model.experts is None else OF_EXPERTS
+    layouts = OF_EXPERTS if model.experts else LAYOUTS if model.adapter is None else LAYOUTS[:8]
     results = ranks4.run(load_each, layouts, model, path, settings, timeout_s=150)
     for i, layout in enumerate(layouts):
         steps, loaded, after = zip(*(result[i] for result in results), strict=True)
         assert steps == (2, 2, 2, 2), layout
-        assert_equal(merge(list(loaded)), saved, str(layout), settings)
+        assert_equal(merge(list(loaded)), saved, str(layout), settings, model)
         for name, array in merge(list(after)).items():
             np.testing.assert_allclose(array, continued[name], rtol=1e-5, atol=1e-7, err_msg=f"{layout}: {name}")
 
@@ -173,13 +184,12 @@ def test_a_digest_tells_numbers_apart_that_differ_in_their_highest_bits():
     assert digest(ordered) != digest(ordered.flip(0))
 
 
-def assert_equal(loaded: State, saved: State, where: str, settings: Optimizer) -> None:
+def assert_equal(loaded: State, saved: State, where: str, settings: Optimizer, model: ModelShape) -> None:
     assert loaded.keys() == saved.keys(), where
     kinds = ["parameter", *settings.state, *(["step"] if settings.step_bytes else [])]
-    for kind in kinds:
-        trained = [name for name in saved if name.startswith(f"{kind} ") and not name.endswith("correction_bias")]
-        counters = [name for name in saved if name.endswith("correction_bias")]
-        assert len(trained) * len(kinds) == len(saved) - len(counters)
+    weights = [find_weight(model, name.partition(" ")[2]) for name in saved if name.startswith("parameter ")]
+    num_trained = sum(weight.trains and not weight.is_counter for weight in weights)
+    assert len(saved) == len(weights) + num_trained * (len(kinds) - 1)
     for name, array in saved.items():
         assert np.array_equal(loaded[name], array), f"{where}: {name}"
         assert np.any(array), f"{name}: a state of zeros would prove nothing"

@@ -292,7 +292,7 @@ def test_nothing_of_a_block_is_left_after_its_backward(sizes, recompute, layout,
     setting = scenario(None, features=replace(FSDP2, regathers_inputs=regathers))
     setting = replace(setting, model=replace(setting.model, **sizes))
     size, kind = Sizes(setting, layout, Kernels()), Recompute.parse(recompute)
-    kept, again = size.kept(kind, 0), size.recomputed(kind, 0)
+    kept, again = size.kept(kind, 0), Recomputed(0.0, size.recomputed(kind, 0))
     weights = WeightGradients({}, pile_up=True)
     whole = sequence(
         (block_forward(size, kept, size.in_last_branch(kind, 0)), block_backward(size, weights, kept, again))

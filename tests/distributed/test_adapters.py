@@ -20,6 +20,7 @@ from parity import (
     merge,
     run_layout,
     run_reference,
+    skip_between_steps,
 )
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
@@ -146,6 +147,11 @@ def test_random_layouts_of_adapters_are_exact_in_float64(ranks4: Ranks, num_exam
         compare(ranks4, case)
 
     is_exact()
+
+
+def test_a_loss_that_is_not_finite_changes_no_bit_of_an_adapter(ranks4: Ranks) -> None:
+    for name in ("pp and tp", "offloaded"):
+        assert ranks4.run(skip_between_steps, Case(LAYOUTS[name], model=MODELS["lora"])) == [True] * 4
 
 
 def formats_after_steps(case: Case) -> dict[str, str]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtlayout.base.errors import CheckpointError
-from dtlayout.checkpoint import hf, sharded
+from dtlayout.checkpoint import first_weights, sharded
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.copies import HostCopies
-from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.first_weights import load_weights
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, save_checkpoint
 from dtlayout.models.stored_names import StoredWeight
 from dtlayout.plans.init import find_place
@@ -49,13 +49,14 @@ def build(
 def update(assembly: Assembly, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer step with gradients that differ from element to element, the same in every layout.
 
-    Counters, which no gradient moves, move too.
+    Counters, which no gradient moves, move too, unless the model is frozen.
     """
     for module in assembly.modules:
+        is_whole = all(parameter.requires_grad or parameter.dim() == 1 for parameter in module.parameters())
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.grad = parameter.detach() * 0.5 + 1e-3
-            else:
+            elif is_whole:
                 parameter.data += torch.arange(1.0, len(parameter) + 1)
     optimizer.step()
     optimizer.zero_grad()
@@ -129,10 +130,15 @@ def find_newest(folder: Path, falls_back: bool) -> tuple[Path | None, list[str]]
 def load_each(
     layouts: list[Layout], model: ModelShape, path: Path, settings: Optimizer = ADAMW
 ) -> list[tuple[int, State, State]]:
-    """For each layout, other initial weights: the step that was loaded, the state, and after one update more."""
+    """For each layout, other initial weights: the step that was loaded, the state, and after one update more.
+
+    The frozen weights beside an adapter are those that it was saved with, since no checkpoint has them.
+    """
     results = []
     for layout in layouts:
-        assembly, optimizer = build(layout, model, 2, settings)
+        assembly, optimizer = build(layout, model, 2 if model.adapter is None else 1, settings)
+        for parameter in (each for module in assembly.modules for each in module.parameters() if each.requires_grad):
+            parameter.data.fill_(0.5)
         step = load_checkpoint(path, assembly.modules, optimizer, model, settings)
         loaded = whole_state(assembly, optimizer, model)
         update(assembly, optimizer)
@@ -190,7 +196,7 @@ def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> lis
     for layout in layouts:
         read: list[int] = []
 
-        with mock.patch.object(hf, "safe_open", partial(CountingFile, read)):
+        with mock.patch.object(first_weights, "safe_open", partial(CountingFile, read)):
             assembly = assemble(
                 model,
                 BATCH,
@@ -207,6 +213,22 @@ def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> lis
             note_equal(whole, model.aliases.get(local_name, local_name), parameter.full_tensor())
         results.append((whole, sum(read), held))
     return results
+
+
+def start_beside(
+    layouts: list[Layout], model: ModelShape, folder: Path, adapter: Path, precision: Precision
+) -> list[State]:  # fmt: skip
+    """For each layout the weights of a PEFT folder's adapter and of its frozen model; quantized ones as two."""
+    states = []
+    for layout in layouts:
+        give = partial(load_weights, folder, adapter=adapter)
+        assembly = assemble(model, BATCH, layout, Kernels(), precision, seed=0, device_type="cpu", give_weights=give)
+        found = State()
+        for module in assembly.modules:
+            for name, parameter in module.named_parameters():
+                note_equal(found, model.aliases.get(name, name), gather(parameter))
+        states.append(found)
+    return states
 
 
 def start_and_save(layout: Layout, model: ModelShape, folder: Path, into: Path) -> None:
@@ -243,7 +265,7 @@ def refusals_of_unequal(
 ) -> list[tuple[str | None, str | None]]:
     """For each layout what loading a checkpoint and a Hugging Face folder complain of, if on one rank the last tensor
     of that name is another one by a bit."""
-    load_state, fill = sharded._load_state, hf._fill
+    load_state, fill = sharded._load_state, first_weights._fill
     to_spoil: list[str] = []
 
     def spoil(name: str, tensor: Tensor) -> None:
@@ -269,7 +291,7 @@ def refusals_of_unequal(
         with mock.patch.object(sharded, "_load_state", load_and_spoil):
             of_checkpoint = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, model, ADAMW))  # noqa: B023
         to_spoil[:] = ["model.embed_tokens.weight"]
-        with mock.patch.object(hf, "_fill", fill_and_spoil):
+        with mock.patch.object(first_weights, "_fill", fill_and_spoil):
             of_folder = message_of(lambda: load_weights(folder, assembly.modules, model, 0, "cpu"))  # noqa: B023
         results.append((of_checkpoint, of_folder))
     return results
