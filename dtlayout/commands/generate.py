@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import show
-from dtlayout.commands.source import find_config, find_data, find_kept
+from dtlayout.commands.source import find_adapter_data, find_config, find_data, find_kept
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.models.beside import CONFIG, TEMPLATE_NAME, find_ends
+from dtlayout.models.peft import is_peft
 
 if TYPE_CHECKING:
     from dtlayout.data.tokenizer import Tokenizer
@@ -21,7 +22,9 @@ EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the prompt and how tokens are sampled."""
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a run, a checkpoint or a Hugging Face folder")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a run, a checkpoint, or a Hugging Face or PEFT folder"
+    )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text goes on from")
     parser.add_argument("--chat", action="store_true", help="the prompt is a question, asked as the chat template says")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="100 by default")
@@ -31,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json or its folder; by default the source's")
     parser.add_argument("--end-of-document", default="", metavar="TOKEN", help="the token that ends a text")
     parser.add_argument("--format", choices=("float32", "bfloat16"), default="float32", help="float32 by default")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help="where the frozen model of a run's adapter is; by default where it was",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
             f"the tokenizer gives the prompt id {max(prompt)}, the model has vocab_size={vocab_size}; "
             f"give the --tokenizer that it was trained with"
         )
-    model = open_model(options.source, len(prompt) + options.max_tokens, options.format, device.type)
+    max_len = len(prompt) + options.max_tokens
+    model = open_model(options.source, max_len, options.format, device.type, options.base)
     ends = {tokenizer.end_of_document, *(() if options.end_of_document else _find_other_ends(options, tokenizer))}
     ids = generate(model, prompt, options.max_tokens, sampling.make(), ends=ends)
     pieces = stream_text(ids, tokenizer.decode, prompt)
@@ -81,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _find_other_ends(options: argparse.Namespace, tokenizer: "Tokenizer") -> set[int]:
     """Ids that end a text beside the end of a document, such as that of an answer's end."""
-    is_hf = (options.source / CONFIG).is_file()
+    is_hf = is_peft(options.source) or (options.source / CONFIG).is_file()
     base = options.source if is_hf else find_kept(options.source, find_config(options.source))
     said = find_ends(base) if base and not (options.tokenizer and not is_hf) else []
     return {end for end in (tokenizer.end_of_answer, *said) if end is not None}
@@ -89,10 +99,13 @@ def _find_other_ends(options: argparse.Namespace, tokenizer: "Tokenizer") -> set
 
 def _find_data(options: argparse.Namespace, *, is_hf: bool) -> DataConfig:
     """Tokenizer and chat template of the source, from its config and the command line."""
-    if is_hf:
+    data: DataConfig | None
+    if is_peft(options.source):
+        data = find_adapter_data(options.source, options.tokenizer)
+    elif is_hf:
         beside = options.source.resolve() / TEMPLATE_NAME
         template = str(beside) if beside.is_file() else ""
-        data: DataConfig | None = DataConfig(tokenizer=options.tokenizer or str(options.source), chat_template=template)
+        data = DataConfig(tokenizer=options.tokenizer or str(options.source), chat_template=template)
     else:
         data = find_data(options.source, find_config(options.source), options.tokenizer)
     if data is None:

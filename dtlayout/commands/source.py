@@ -1,5 +1,6 @@
 """Runs and checkpoints as sources of a model: the config, the files and the tokenizer that come with one."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
 from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
+from dtlayout.models.peft import find_base_folder
 
 
 def find_config(source: Path) -> Config | None:
@@ -41,7 +43,21 @@ def find_kept(source: Path, config: Config | None) -> Path | None:
     kept, came_from = _find_run(source) / KEPT, config.train.init_from if config else ""
     if kept.is_dir():
         return kept
-    return expand(came_from) if came_from and (expand(came_from) / CONFIG).is_file() else None
+    with suppress(InvalidConfig):  # an adapter whose frozen model is not here
+        folder = find_base_folder(expand(came_from))
+        return folder if came_from and (folder / CONFIG).is_file() else None
+    return None
+
+
+def find_adapter_data(folder: Path, asked: str | None = None) -> DataConfig | None:
+    """Tokenizer and chat template of a PEFT folder: its own, or those of its frozen model; None without a tokenizer.
+
+    `asked` is a tokenizer that takes the place of both. InvalidConfig if the frozen model is not here.
+    """
+    places = [folder.resolve(), find_base_folder(folder).resolve()]
+    tokenizer = asked or next((str(place) for place in places if (place / TOKENIZER).is_file()), "")
+    template = next((str(place / TEMPLATE_NAME) for place in places if (place / TEMPLATE_NAME).is_file()), "")
+    return DataConfig(tokenizer=tokenizer, chat_template=template) if tokenizer else None
 
 
 def find_data(source: Path, config: Config | None, asked: str | None) -> DataConfig | None:

@@ -99,7 +99,8 @@ class TrainConfig(Ranged, section="train"):
     """Optimizer steps of the whole run, including those before it was resumed."""
     init_from: str = path_key("")
     """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
-    are those of the folder too, where the config has no [model]."""
+    are those of the folder too, where the config has no [model]. Or a PEFT folder, whose adapter is trained further,
+    beside the frozen model that it names."""
     run_folder: str = path_key("runs/latest")
     """Folder for metrics, summary, config and checkpoints, by default named like the config file. A run in the same
     folder is resumed."""
@@ -164,7 +165,7 @@ class CheckpointConfig(Ranged, section="checkpoint"):
     """Whether anything is saved; without it a run cannot be resumed."""
     export: bool = False
     """Whether the weights of a run that is done are also written to RUN/hf, a Hugging Face folder in the compute
-    format."""
+    format; of a run with [adapter] that is the adapter alone, a PEFT folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

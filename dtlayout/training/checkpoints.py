@@ -10,6 +10,7 @@ from torch import nn
 
 from dtlayout.base.errors import CheckpointError, DtlayoutError
 from dtlayout.base.formatting import find_version, plural
+from dtlayout.checkpoint.adapter import export_adapter
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.copies import HostCopies
@@ -20,6 +21,7 @@ from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpo
 from dtlayout.config.config import Config
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.beside import KEPT
+from dtlayout.models.peft import find_export_notes
 from dtlayout.training.watchdog import SPARE_S, Watchdog
 
 SPIKES = "spikes"
@@ -96,6 +98,7 @@ class Checkpoints:
             "versions": {"dtlayout": find_version("dtlayout"), "torch": torch.__version__},
             "config": resolved.to_toml(),
         }
+        facts |= {"base": origin["base"]} if "base" in origin else {}  # the frozen model beside an adapter
         self.finish()
         self.watch.at("saving", is_long=True)
         tensors = collect_state(self.modules, self.optimizer, config.model, settings)
@@ -158,18 +161,22 @@ class Checkpoints:
             self.say(f"{problem}, and it cannot be set aside: {error.strerror}")
 
     def export(self) -> None:
-        """On one rank, write the weights of the newest checkpoint to RUN/hf, in the format of the computation."""
+        """On one rank, write the weights of the newest checkpoint to RUN/hf, in the format of the computation.
+
+        Of a model with an adapter that is the adapter alone, in the format of what is trained.
+        """
         config = self.config
+        beside: dict[str, Any] = {"data": config.data, "base": self.folder / KEPT}
         try:
             self.look()
-            export_weights(
-                find_checkpoint(self.folder),
-                self.folder / "hf",
-                number_format=config.precision.compute,
-                max_seq_len=config.batch.seq_len,
-                data=config.data,
-                base=self.folder / KEPT,
-            )
+            checkpoint, folder = find_checkpoint(self.folder), self.folder / "hf"
+            if config.model.adapter is not None:
+                export_adapter(checkpoint, folder, number_format=config.precision.params, **beside)
+                for line in find_export_notes(config.model):
+                    self.say(f"note: {line}")
+            else:
+                number_format, max_seq_len = config.precision.compute, config.batch.seq_len
+                export_weights(checkpoint, folder, number_format=number_format, max_seq_len=max_seq_len, **beside)
             self.say(f"exported {self.folder / 'hf'}")
         except (DtlayoutError, OSError) as error:  # the run is done all the same
             self.say(f"not exported: {error}; dtlayout convert {self.folder} FOLDER tries again")
