@@ -11,7 +11,7 @@ from dtlayout.costmodel.comm import exchange_s
 from dtlayout.costmodel.compute import block_ep_s, block_time, recompute_time
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
-from dtlayout.costmodel.fsdp2.blocks import WeightGradients, block_backward, block_forward
+from dtlayout.costmodel.fsdp2.blocks import Recomputed, WeightGradients, block_backward, block_forward
 from dtlayout.costmodel.fsdp2.phase import sequence
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.units import UnitBytes, block_unit
