@@ -125,7 +125,8 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_named(capsys):
     problems = refuse(capsys, *with_model(LLAMA, "llama3.1-405b")).splitlines()
     assert problems[0].startswith("no layout can train llama3.1-405b here: ")
     assert problems[1].startswith("the one that misses by least, ") and "GiB too much" in problems[1]
-    assert problems[2] == "--min-gpus finds the smallest cluster that works", "its state alone is too large"
+    assert problems[2].startswith("To fine-tune, --adapter lora trains ")
+    assert problems[3] == "--min-gpus finds the smallest cluster that works", "its state alone is too large"
     long = [*with_model(LLAMA, "llama3.1-8b")[:-3], "1048576", "--global-batch", "1", "--gpus", "4"]
     assert "a shorter --seq-len needs less" in refuse(capsys, *long)
 
