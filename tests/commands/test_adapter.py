@@ -90,10 +90,10 @@ def test_where_nothing_fits_an_adapter_is_offered_last_of_what_would(capsys, tmp
         '[kernels]\nloss = "linear"\n[train]\nsteps = 1\n'
     )
     asked = ["explain", str(config), "--gpu", "h100-80g-sxm", "--world", "1"]
-    offered = json.loads(answer(capsys, *asked, "--json"))["adapter"]
+    offered = json.loads(answer(capsys, *asked, "--json"))["fine_tuning"]
     assert offered["overrides"] == ["--adapter.method=lora"] and offered["fits"]
     *_, title, head, row = answer(capsys, *asked).splitlines()
-    assert title == "to fine-tune, an adapter beside a frozen model fits:" and head.startswith("change")
+    assert title == "to fine-tune, a frozen model with an adapter fits:" and head.startswith("change")
     assert row.startswith("--adapter.method=lora")
     adapted = json.loads(answer(capsys, *asked, "--adapter.method=lora", "--json"))
-    assert adapted["adapter"] is None and adapted["peak_memory_bytes"] == offered["peak_memory_bytes"]
+    assert adapted["fine_tuning"] is None and adapted["peak_memory_bytes"] == offered["peak_memory_bytes"]
