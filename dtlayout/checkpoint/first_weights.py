@@ -78,7 +78,7 @@ def _load(
 
 
 class OpenFiles(ExitStack):
-    """OpenFiles that stay open, each opened when it is first read."""
+    """Files of tensors that stay open, each opened when it is first read."""
 
     def __init__(self) -> None:
         super().__init__()

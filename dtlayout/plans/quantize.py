@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.torch_version import TorchVersion
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.quantized import QuantizedRows, multiply_quantized
 from dtlayout.plans.plan import match_names
 from dtlayout.plans.styles import local
 from dtlayout.spec.base_format import BASE_FORMATS, SCALE, BaseFormat
+
+_FIRST_TORCH = TorchVersion("2.12")
+"""The first whose FSDP2 takes parameters of whole numbers (pytorch issue 177844); before, it would cast their codes."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -48,8 +53,13 @@ class QuantizedWeight(NamedTuple):
 def quantize_linears(module: nn.Module, patterns: Sequence[str], name: str) -> None:
     """Replace the weights of the linear layers that these patterns name by parameters for codes and scales of a format.
 
-    Weights are frozen, on the meta device or to be filled later: no value is quantized here.
+    Weights are frozen, on the meta device or to be filled later: no value is quantized here. InvalidConfig on a torch
+    whose FSDP2 shards numbers alone.
     """
+    if torch.__version__ < _FIRST_TORCH:
+        raise InvalidConfig(
+            f"precision.base={name} needs torch {_FIRST_TORCH}, and this is {torch.__version__}: its FSDP2 shards no codes"
+        )
     base_format, names = BASE_FORMATS[name], [name for name, _ in module.named_modules()]
     for linear in (module.get_submodule(each) for pattern in patterns for each in match_names(pattern, names)):
         if type(linear) is nn.Linear:

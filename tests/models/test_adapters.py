@@ -6,12 +6,16 @@ import pytest
 import torch
 from parity import MIXTURE, QWEN2, SHAPE
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.adapters import list_adapted
 from dtlayout.models.families import count_frozen_first, describe, find_adapter_problems
 from dtlayout.models.llama import Llama
 from dtlayout.ops.adapters import add_low_rank, add_scale
 from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import find_quantized
+from dtlayout.plans.quantize import quantize_linears
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 
@@ -76,3 +80,14 @@ def test_the_base_is_frozen_and_a_target_of_first_blocks_alone_is_known():
     trained = [weight.name for weights in blocks for weight in weights if weight.trains]
     assert trained == ["mlp.gate_proj.lora_A.weight", "mlp.gate_proj.lora_B.weight"]
     assert not describe(model).head.trains and not describe(model).embedding.trains
+
+
+def test_a_torch_whose_fsdp_shards_no_codes_is_refused(monkeypatch):
+    model = replace(SHAPE, adapter=Adapter(rank=2))
+    with torch.device("meta"):
+        adapted = Llama(model, Kernels(), 16)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(
+        InvalidConfig, match="precision.base=nf4 needs torch 2.12, and this is 2.11.0: its FSDP2 shards"
+    ):
+        quantize_linears(adapted, find_quantized(model), "nf4")
