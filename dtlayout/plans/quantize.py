@@ -58,7 +58,7 @@ def quantize_linears(module: nn.Module, patterns: Sequence[str], name: str) -> N
     """
     if torch.__version__ < _FIRST_TORCH:
         raise InvalidConfig(
-            f"precision.base={name} needs torch {_FIRST_TORCH}, and this is {torch.__version__}: its FSDP2 shards no codes"
+            f"precision.base={name} needs torch {_FIRST_TORCH}: FSDP2 of {torch.__version__} shards no codes"
         )
     base_format, names = BASE_FORMATS[name], [name for name, _ in module.named_modules()]
     for linear in (module.get_submodule(each) for pattern in patterns for each in match_names(pattern, names)):
