@@ -4,7 +4,7 @@ A checkpoint of an adapter has the adapter's weights alone. The frozen ones come
 first, a folder or a seed, and a fingerprint tells whether they are those.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class FrozenBase:
     """Seed of which they are drawn; 0 if they are read."""
     fingerprint: str
     """The folder's `fingerprint_weights`, empty if they are drawn."""
+    format: str = "compute"
+    """`precision.base` of the run; another one is the same model in other bits."""
 
     def __str__(self) -> str:
         if not self.folder:
@@ -56,7 +58,7 @@ def find_frozen_base(config: Config, group: dist.ProcessGroup | None) -> FrozenB
     if config.model.adapter is None:
         return None
     if not config.train.init_from:
-        return FrozenBase("", config.train.seed, "")
+        return FrozenBase("", config.train.seed, "", config.precision.base)
     found: tuple[FrozenBase | None, list[str]] = None, []
     if dist.get_rank(group) == 0:
         try:
@@ -66,7 +68,7 @@ def find_frozen_base(config: Config, group: dist.ProcessGroup | None) -> FrozenB
     base, problems = tell(found, group)
     if problems:
         raise InvalidConfig([f"train.init_from={config.train.init_from!r}: {problem}" for problem in problems])
-    return base
+    return None if base is None else replace(base, format=config.precision.base)
 
 
 def read_frozen_base(folder: Path, model: ModelShape) -> FrozenBase:
@@ -78,7 +80,8 @@ def read_saved_base(checkpoint: Path) -> FrozenBase:
     """The frozen model that a checkpoint of an adapter names; CheckpointError if it names none."""
     saved: Any = read_origin(checkpoint).get(_KEY)
     try:
-        return FrozenBase(str(saved["folder"]), int(saved["seed"]), str(saved["fingerprint"]))
+        kept = str(saved["folder"]), int(saved["seed"]), str(saved["fingerprint"])
+        return FrozenBase(*kept, str(saved.get("format", "compute")))
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{checkpoint} holds an adapter and does not say of which frozen model") from None
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
-from dtlayout.models.families import find_adapter_problems
+from dtlayout.models.families import find_target_problems
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.model_shape import ModelShape
@@ -36,7 +36,7 @@ def with_adapter(model: ModelShape, options: argparse.Namespace) -> ModelShape:
         return model
     table = {**table, **{key: toml.parse_value(value) for key, value in given.items()}}
     adapted = replace(model, adapter=toml.parse(table, Adapter, "adapter"))
-    if problems := find_adapter_problems(adapted):
+    if problems := find_target_problems(adapted):
         raise InvalidConfig(problems)
     return adapted
 

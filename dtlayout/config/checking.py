@@ -12,7 +12,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import has_begun
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
-from dtlayout.models.families import find_adapter_problems, find_family
+from dtlayout.models.families import find_family, find_target_problems
 from dtlayout.models.weights import check_init_from
 from dtlayout.spec.device import Device, expect_device
 from dtlayout.spec.layout import Layout
@@ -101,7 +101,7 @@ def _check_warmup(config: Config) -> list[Refusal]:
 
 def _check_adapter(config: Config) -> list[Refusal]:
     """The model has the modules that get an adapter."""
-    return [Refusal("adapter.targets", problem) for problem in find_adapter_problems(config.model)]
+    return [Refusal("adapter.targets", problem) for problem in find_target_problems(config.model)]
 
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (

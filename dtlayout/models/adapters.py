@@ -114,19 +114,23 @@ def adapt(described: Description, adapter: Adapter) -> Description:
 def find_unmatched(described: Iterable[Description], adapter: Adapter) -> list[str]:
     """Problems of an adapter in a model with these kinds of blocks, one line each."""
     linears = [each for kind in described for each in kind.block if isinstance(each, Linear)]
-    found = list(dict.fromkeys(each.module.rpartition(".")[2] for each in linears if each.style != "replicated"))
+    found = list(dict.fromkeys(each.module.rpartition(".")[2] for each in linears if not _is_router(each)))
     wanted = adapter.targets or (() if adapter.method == "lora" else IA3_TARGETS)
     problems = [
         f"adapter.targets: no linear layer of a block is called {target}; use some of {', '.join(found)}"
         for target in wanted
         if not any(_ends_with(each.module, target) for each in linears)
     ]
-    routers = [each.module for each in linears if each.module.endswith("mlp.gate")]
+    routers = [each.module for each in linears if _is_router(each)]
     return problems + [
         f"adapter.targets: {target} is a router, which stays as it is; leave it out"
         for target in wanted
         if any(_ends_with(module, target) for module in routers)
     ]
+
+
+def _is_router(linear: Linear) -> bool:
+    return linear.module.endswith("mlp.gate")
 
 
 def _ends_with(module: str, target: str) -> bool:
@@ -150,7 +154,7 @@ def _adapt_operation(operation: Operation, adapter: Adapter) -> Operation:
 
 
 def _is_target(linear: Linear, adapter: Adapter) -> bool:
-    if linear.style == "replicated" and linear.module.endswith("mlp.gate"):
+    if _is_router(linear):
         return False
     targets = adapter.targets or (("",) if adapter.method == "lora" else IA3_TARGETS)
     return any(not target or _ends_with(linear.module, target) for target in targets)

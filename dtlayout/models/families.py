@@ -164,7 +164,7 @@ def describe(model: ModelShape) -> Description:
     return replace(described, head=replace(described.head, role=role, trains=trains))
 
 
-def find_adapter_problems(model: ModelShape) -> list[str]:
+def find_target_problems(model: ModelShape) -> list[str]:
     """Reasons why a model cannot have its adapter, one line each; empty without one."""
     if model.adapter is None:
         return []

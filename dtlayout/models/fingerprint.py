@@ -1,8 +1,8 @@
 """A fingerprint of a Hugging Face folder's weights: which model it is, without reading all of it. No torch.
 
-It hashes name, format and shape of each tensor, and a few of its bytes at the start, in the middle and at the end, so
-that 140 GB take a second. Training changes nearly every byte of a weight. Files may be split otherwise, and tensors
-that no module has may come and go.
+It hashes name, format and shape of each tensor, and a few of its bytes at places with equal distances, so that 140 GB
+take seconds. Training changes nearly every byte of a weight. What changes a few rows of a tensor alone may lie between
+these places, and is not seen. Files may be split otherwise, and tensors that no module has may come and go.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from dtlayout.models.stored import find_weights
 from dtlayout.models.weights import list_stored
 from dtlayout.spec.model_shape import ModelShape
 
-_SAMPLE_BYTES = 64
-"""Bytes that are read at each of three places of a tensor."""
+_SAMPLE_BYTES, _NUM_SAMPLES = 64, 64
+"""Bytes that are read at each of so many places of a tensor."""
 
 
 def fingerprint_weights(folder: Path, model: ModelShape) -> str:
@@ -48,7 +48,7 @@ def _read_samples(file: Path, names: Iterable[str]) -> list[tuple[str, bytes]]:
                 start, end = header[name]["data_offsets"]
                 last = max(start, end - _SAMPLE_BYTES)
                 sample = b""
-                for place in (start, (start + last) // 2, last):
+                for place in sorted({start + (last - start) * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)}):
                     opened.seek(8 + header_bytes + place)
                     sample += opened.read(min(_SAMPLE_BYTES, end - place))
                 samples.append((name, sample))

@@ -36,7 +36,7 @@ _READ = {
 }  # fmt: skip
 _UNREAD = {
     "auto_mapping", "revision", "task_type", "inference_mode", "init_ia3_weights", "runtime_config", "peft_version",
-    "fan_in_fan_out", "megatron_core", "qalora_group_size", "loftq_config",
+    "fan_in_fan_out", "eva_config", "megatron_core", "qalora_group_size", "loftq_config",
 }  # fmt: skip
 """Keys that change nothing of what a trained adapter computes beside linear layers."""
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
@@ -115,7 +115,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def _find_config_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    if (kind := config.get("peft_type")) not in _KINDS:
+    if not isinstance(kind := config.get("peft_type"), str) or kind not in _KINDS:
         yield f"peft_type={kind!r} is not computed here; use one of {', '.join(_KINDS)}"
         return
     for key, value in config.items():
@@ -203,7 +203,7 @@ def find_adapter_tensors(folder: Path) -> dict[str, StoredTensor]:
     return read_header(file)
 
 
-def find_adapter_problems(folder: Path, model: ModelShape) -> list[str]:
+def find_peft_problems(folder: Path, model: ModelShape) -> list[str]:
     """Everything that keeps a PEFT folder from being the model's adapter, one line each; empty if it is."""
     try:
         said, stored = read_adapter(folder), find_adapter_tensors(folder)

@@ -19,7 +19,7 @@ from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_model
 from dtlayout.models.operations import Weight
-from dtlayout.models.peft import find_adapter_problems, find_base_folder, is_peft, read_adapter
+from dtlayout.models.peft import find_base_folder, find_peft_problems, is_peft, read_adapter
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
 from dtlayout.models.stored_names import StoredWeight, store
 from dtlayout.spec.model_shape import Experts, ModelShape
@@ -91,7 +91,7 @@ def find_adapted_model(folder: Path) -> ModelShape:
     """
     base = find_base_folder(folder)
     model = replace(find_model(str((base / CONFIG).absolute())), adapter=read_adapter(folder))
-    problems = [f"{folder}: {problem}" for problem in find_adapter_problems(folder, model)]
+    problems = [f"{folder}: {problem}" for problem in find_peft_problems(folder, model)]
     problems += [f"{base}: {problem}" for problem in find_weight_problems(find_weights(base), model.base)]
     if problems:
         raise InvalidConfig(problems)
@@ -108,7 +108,7 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
     if not os.path.isdir(folder):
         return [f"{where} is no folder; give one with a config.json and safetensors"]
     try:
-        of_adapter = find_adapter_problems(folder, model) if is_peft(folder) else []
+        of_adapter = find_peft_problems(folder, model) if is_peft(folder) else []
         if of_adapter:
             return [f"{where}: {problem}" for problem in of_adapter]
         folder = find_base_folder(folder)

@@ -1,7 +1,7 @@
 """Linear layers, where plans, pipelines that split backwards and adapters replace one part of the computation each.
 
-`SplittableLinear.compute` is the one place where a linear layer is computed: plans call it with a rank's part of the
-weight, an adapter surrounds the matmul, and `multiply` is the matmul itself.
+`SplittableLinear.compute` is the one place where a linear layer is computed, but for matmuls that tp overlaps with its
+collectives: plans call it with a rank's part of the weight, an adapter surrounds the matmul, `multiply` is the matmul.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.models.families import find_adapter_problems
+from dtlayout.models.families import find_target_problems
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.precision import BaseName
 
@@ -34,7 +34,7 @@ def list_fine_tunings(scenario: Scenario) -> Iterator[FineTuning]:
     if scenario.model.adapter is None:
         adapted = replace(scenario, model=replace(scenario.model, adapter=Adapter()))
         options, overrides = ("--adapter lora",), ("--adapter.method=lora",)
-        if find_adapter_problems(adapted.model):
+        if find_target_problems(adapted.model):
             return
         yield FineTuning(adapted, options, overrides, "trains small matrices beside a frozen model")
     if scenario.engine.name == OWN_ENGINE and scenario.precision.base == "compute":

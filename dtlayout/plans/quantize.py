@@ -22,7 +22,7 @@ from dtlayout.plans.styles import local
 from dtlayout.spec.base_format import BASE_FORMATS, SCALE, BaseFormat
 
 _FIRST_TORCH = TorchVersion("2.12")
-"""The first whose FSDP2 takes parameters of whole numbers (pytorch issue 177844); before, it would cast their codes."""
+"""The first whose FSDP2 takes parameters of whole numbers (pytorch issue 177844)."""
 
 
 class QuantizedWeight(NamedTuple):

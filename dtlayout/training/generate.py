@@ -97,6 +97,8 @@ def open_model(
     does not divide it.
     """
     shape, is_hf = find_shape(source), is_hf_folder(source)
+    if base is not None and (is_hf or shape.adapter is None):
+        raise InvalidConfig(f"--base is for a run with an adapter, and {source} is none")
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout(tp=num_ranks, sequence_parallel=False)
     layout.check(shape, Batch(global_batch=1, seq_len=max_len))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from dtlayout.checkpoint.frozen_base import read_saved_base
 from dtlayout.checkpoint.optimizer_state import set_updates
 from dtlayout.checkpoint.sharded import find_changes
 from dtlayout.training.checkpoints import Checkpoints
@@ -40,6 +41,9 @@ def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None
     trainer.batches = replace(trainer.batches, samples=replace(trainer.batches.samples, seen=seen))
     for line in lines:
         say(f"note: {line}")
+    if trainer.base and (old := read_saved_base(checkpoints.newest).format) != trainer.base.format:
+        new = trainer.base.format
+        say(f"note: precision.base was {old} when this was saved and is {new}: the adapter goes on beside other bits")
     for name, (old, new) in find_changes(origin, _find_origin(trainer)).items():
         say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
     return done

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import ADAMW, BATCH, FP32, merge, save, start_beside, update
+from codes import TAKES_CODES
 from hf_models import DOTS1, SIZES, open_made, save_made
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from real_folders import save_words
@@ -233,7 +234,7 @@ def write_peft(folder: Path, base: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "base"), [("LORA", "compute"), ("IA3", "int8"), ("LORA", "nf4")])
+@pytest.mark.parametrize(("kind", "base"), [("LORA", "compute"), *(("IA3", "int8"), ("LORA", "nf4")) * TAKES_CODES])
 def test_every_layout_gets_the_bits_of_both_folders(ranks4, tmp_path, kind, base):
     torch.manual_seed(2)
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -170,6 +170,7 @@ FROZEN = [
 ]
 
 
+QUANTIZED = replace(SHAPE, hidden_size=128, ffn_size=256, adapter=Adapter(rank=3))
 ADAPTED = {
     "zero 3": Case(AXES["zero 3"], precision=BF16, model=replace(SHAPE, adapter=Adapter(rank=3))),
     "tp and its sequences": Case(
@@ -196,10 +197,21 @@ ADAPTED = {
         AXES["pp4"], precision=BF16, kernels=MATH, documents=True, seq_len=128,
         model=replace(SHAPE, adapter=Adapter(rank=3)),
     ),
+    "a base of 4 bits": Case(
+        Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=QUANTIZED
+    ),
+    "a base of 4 bits, pp": Case(
+        Layout(pp=2, dp_shard=2, zero=2), precision=replace(BF16, base="nf4"), model=QUANTIZED
+    ),
+    "a base of 8 bits": Case(
+        Layout(dp_shard=4, zero=3, recompute="selective"), precision=replace(BF16, base="int8"), model=QUANTIZED
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", mostly_thorough(ADAPTED.values(), lambda i, case: i in (1, 4)), ids=ADAPTED)
+@pytest.mark.parametrize(
+    "case", mostly_thorough(ADAPTED.values(), lambda i, case: i in (1, 4, len(ADAPTED) - 3)), ids=ADAPTED
+)
 def test_the_peak_of_an_adapter_beside_a_frozen_model_is_predicted_dry_and_measured_alike(
     ranks4: Ranks, case: Case
 ) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from codes import needs_codes
 from memory_ranks import make_scenario
 from parity import FP32, SEED, SEQ_LEN, SHAPE, TIED, Case, largest_difference, merge, run_reference
 from ranks import Ranks
@@ -80,7 +81,7 @@ def test_gradients_are_reduced_in_a_group_of_their_own(ranks4: Ranks, layout: La
         assert gather_name != reduce_name and gather_ranks == reduce_ranks and len(gather_ranks) == 2
 
 
-@pytest.mark.parametrize("base", ["compute", "nf4"])
+@pytest.mark.parametrize("base", ["compute", pytest.param("nf4", marks=needs_codes)])
 def test_of_an_adapted_model_gradients_of_the_adapter_alone_are_reduced(ranks4: Ranks, base: str) -> None:
     """And gathered is what is stored: all weights of the base, in few bits where it is quantized."""
     model = replace(SHAPE, hidden_size=128, ffn_size=128, adapter=Adapter(rank=4))

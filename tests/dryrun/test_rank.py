@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from codes import TAKES_CODES
 from memory_ranks import make_scenario
 from outside import V_GPIPE, registered
 from parity import BF16, FP32, MAX_NORM, SEQ_LEN, SHAPE, Case, local_rows
@@ -65,6 +66,7 @@ CASES = [
     Case(Layout(pp=2, dp_shard=2, zero=1), precision=replace(BF16, base="int8"), model=WIDE),
     Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
 ]
+CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]
 
 
 def measure(case: Case) -> tuple[list[tuple[Footprint, Footprint]], Counter[tuple[str, int]]]:

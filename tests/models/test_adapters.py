@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.adapters import list_adapted
-from dtlayout.models.families import count_frozen_first, describe, find_adapter_problems
+from dtlayout.models.families import count_frozen_first, describe, find_target_problems
 from dtlayout.models.llama import Llama
 from dtlayout.ops.adapters import add_low_rank, add_scale
 from dtlayout.plans.init import initialize
@@ -75,7 +75,7 @@ def test_targets_are_ends_of_names_and_without_any_each_linear_layer_but_the_rou
 
 def test_the_base_is_frozen_and_a_target_of_first_blocks_alone_is_known():
     model = replace(MIXTURE, adapter=Adapter(targets=("mlp.gate_proj",)))
-    assert find_adapter_problems(model) == [] and names_of(model) == [] and count_frozen_first(model) == 0
+    assert find_target_problems(model) == [] and names_of(model) == [] and count_frozen_first(model) == 0
     blocks = [describe(kind).block_weights for kind, _ in model.kinds(range(6))]
     trained = [weight.name for weights in blocks for weight in weights if weight.trains]
     assert trained == ["mlp.gate_proj.lora_A.weight", "mlp.gate_proj.lora_B.weight"]
