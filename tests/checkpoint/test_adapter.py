@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_ranks import ADAMW, BATCH, FP32, merge, save, start_beside, update
 from codes import TAKES_CODES
-from hf_models import DOTS1, SIZES, open_made, save_made
+from hf_models import SIZES, open_made, save_made
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from real_folders import save_words
 from safetensors.torch import load_file, save_file
@@ -28,7 +28,6 @@ from dtlayout.checkpoint.merge import merge_checkpoint, merge_peft
 from dtlayout.checkpoint.optimizer_state import fill_state
 from dtlayout.config.loading import parse_config
 from dtlayout.data.tokenizer import find_other_tokenizer
-from dtlayout.models.families import FAMILIES, register_family
 from dtlayout.models.files import find_model
 from dtlayout.models.fingerprint import fingerprint_weights
 from dtlayout.models.peft import find_adapter_notes, find_base_folder, find_export_notes, list_adapter, read_adapter
@@ -54,13 +53,6 @@ CASES = {
     "ia3 of biases": ("qwen2", SCALED), "beside experts": ("dots1", replace(LORA, targets=("q_proj", "o_proj"))),
     "ia3 beside experts": ("dots1", IA3),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _dots1():
-    register_family(DOTS1)
-    yield
-    del FAMILIES["dots1"]
 
 
 def build(model: ModelShape, folder: Path, adapter: Path | None = None) -> tuple[Assembly, torch.optim.Optimizer]:
