@@ -64,6 +64,8 @@ SELDOM = (
     "zero 1", "tp alone", "tp and cp", "pp", "pp and tp", "split backwards of copies", "split backwards in a V",
 )  # fmt: skip
 """Layouts whose axes others have too."""
+RESCALED = tuple(name for name in LAYOUTS if name not in ("hsdp", "cp by heads", "interleaved", "offloaded"))
+"""Layouts with (IA)³ too: what it adds is a vector, placed like LoRA's matrices."""
 QUANTIZED = ("zero 3", "tp with sequence parallelism", "split backwards")
 """Layouts that always run with a quantized base."""
 
@@ -75,8 +77,8 @@ def compare(ranks4: Ranks, case: Case) -> None:
 
 @pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name not in SELDOM))
 def test_five_updates_of_adapters_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
-    for model in (MODELS["lora"], MODELS["ia3"]):
-        compare(ranks4, Case(LAYOUTS[name], model=model, num_steps=5))
+    for model in ("lora", *["ia3"] * (name in RESCALED)):
+        compare(ranks4, Case(LAYOUTS[name], model=MODELS[model], num_steps=5))
 
 
 @pytest.mark.parametrize("name", ["lora of some", "lora beside biases", "ia3 everywhere"])
@@ -111,7 +113,7 @@ WIDE = ModelShape(
 
 @pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name in QUANTIZED))
 def test_five_updates_on_a_quantized_base_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
-    for base in ("nf4", "int8"):
+    for base in ("nf4", *["int8"] * (name == "zero 3")):
         compare(ranks4, Case(LAYOUTS[name], model=WIDE, precision=replace(EXACT, base=base), num_steps=5))
 
 
@@ -139,7 +141,7 @@ def legal_cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@pytest.mark.parametrize("num_examples", [6, thorough(30)])
+@pytest.mark.parametrize("num_examples", [4, thorough(30)])
 def test_random_layouts_of_adapters_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
     @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=legal_cases())
