@@ -174,6 +174,7 @@ def measure(cell: Cell) -> Row:
     return attempt(cell, lambda cell: processes.measure(cell, ON_CPU, num_steps=1, predicted=None))
 
 
+@pytest.mark.thorough  # one of each kind runs in the calls above, and kernels have tests of their own
 def test_steps_operations_and_bits_are_right_here(ranks_of_one: None) -> None:
     operations = [cell for cell in CPU.groups["checks"] if isinstance(cell, OperationCheck)]
     assert {cell.operation for cell in operations} == set(KERNELS)

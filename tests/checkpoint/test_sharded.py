@@ -99,7 +99,7 @@ def names_in(folder: Path) -> list[str]:
     [
         thorough((Layout(pp=2, dp_shard=2), TIED, ADAMW)),
         (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW),
-        (Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW),
+        thorough((Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW)),
         (Layout(dp_shard=4, ep=4), BALANCED, ADAMW),
         (Layout(pp=2, tp=2, schedule="zb-h1"), replace(TIED, adapter=Adapter(rank=3)), ADAMW),
         thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),

@@ -66,6 +66,7 @@ SELDOM = (
 """Layouts whose axes others have too."""
 RESCALED = tuple(name for name in LAYOUTS if name not in ("hsdp", "cp by heads", "interleaved", "offloaded"))
 """Layouts with (IA)³ too: what it adds is a vector, placed like LoRA's matrices."""
+FIVE_UPDATES = (*SELDOM, "tp with sequence parallelism")
 QUANTIZED = ("zero 3", "tp with sequence parallelism", "split backwards")
 """Layouts that always run with a quantized base."""
 
@@ -76,15 +77,17 @@ def compare(ranks4: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name not in SELDOM))
-def test_five_updates_of_adapters_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+def test_updates_of_adapters_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    """Three, or five where A and B lie in most ways: B is zero at first, and so A's gradient."""
     for model in ("lora", *["ia3"] * (name in RESCALED)):
-        compare(ranks4, Case(LAYOUTS[name], model=MODELS[model], num_steps=5))
+        num_steps = 5 if name in FIVE_UPDATES else 3
+        compare(ranks4, Case(LAYOUTS[name], model=MODELS[model], num_steps=num_steps))
 
 
 @pytest.mark.parametrize("name", ["lora of some", "lora beside biases", "ia3 everywhere"])
 def test_targets_biases_and_tied_embeddings_are_exact_too(ranks4: Ranks, name: str) -> None:
-    for layout in ("tp", "interleaved"):
-        compare(ranks4, Case(LAYOUTS[layout], model=MODELS[name], num_steps=3))
+    for layout in ("tp", *["interleaved"] * (name == "lora of some")):
+        compare(ranks4, Case(LAYOUTS[layout], model=MODELS[name], num_steps=2))
 
 
 def test_documents_are_exact_too(ranks4: Ranks) -> None:
@@ -96,13 +99,13 @@ def test_documents_are_exact_too(ranks4: Ranks) -> None:
     [
         Layout(dp_shard=4, ep=2, zero=3, recompute="full"),
         Layout(dp_shard=2, tp=2, ep=4, recompute="selective"),
-        Layout(pp=2, dp_shard=2, ep=2, schedule="zb-h1", zero=2),
+        thorough(Layout(pp=2, dp_shard=2, ep=2, schedule="zb-h1", zero=2)),
     ],
     ids=str,
 )
 def test_adapters_beside_frozen_experts_are_exact(ranks4: Ranks, layout: Layout) -> None:
-    for adapter in (LORA, Adapter(method="ia3", targets=("k_proj", "down_proj"))):
-        compare(ranks4, Case(layout, model=replace(MIXTURE, adapter=adapter), num_steps=3))
+    for adapter in (LORA, *[Adapter(method="ia3", targets=("k_proj", "down_proj"))] * (layout.tp > 1)):
+        compare(ranks4, Case(layout, model=replace(MIXTURE, adapter=adapter), num_steps=2))
 
 
 WIDE = ModelShape(
@@ -112,9 +115,9 @@ WIDE = ModelShape(
 
 
 @pytest.mark.parametrize("name", mostly_thorough(LAYOUTS, lambda _, name: name in QUANTIZED))
-def test_five_updates_on_a_quantized_base_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+def test_updates_on_a_quantized_base_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
     for base in ("nf4", *["int8"] * (name == "zero 3")):
-        compare(ranks4, Case(LAYOUTS[name], model=WIDE, precision=replace(EXACT, base=base), num_steps=5))
+        compare(ranks4, Case(LAYOUTS[name], model=WIDE, precision=replace(EXACT, base=base), num_steps=3))
 
 
 @st.composite
@@ -152,7 +155,7 @@ def test_random_layouts_of_adapters_are_exact_in_float64(ranks4: Ranks, num_exam
 
 
 def test_a_loss_that_is_not_finite_changes_no_bit_of_an_adapter(ranks4: Ranks) -> None:
-    for name in ("pp and tp", "offloaded"):
+    for name in ("pp and tp",):
         assert ranks4.run(skip_between_steps, Case(LAYOUTS[name], model=MODELS["lora"])) == [True] * 4
 
 

@@ -63,7 +63,6 @@ CASES = [
     ),
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
-    Case(Layout(pp=2, dp_shard=2, zero=1), precision=replace(BF16, base="int8"), model=WIDE),
     Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
 ]
 CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]

@@ -351,7 +351,7 @@ def test_kernels_are_only_left_out_for_others_that_are_no_slower_and_no_larger()
         assert other.step_time_s >= best.step_time_s and other.peak_bytes >= best.peak_bytes
 
 
-@pytest.mark.parametrize("offload", [thorough("activations"), "optimizer", "both"])
+@pytest.mark.parametrize("offload", [*map(thorough, ("activations", "both")), "optimizer"])
 def test_with_offload_fixed_the_best_found_is_the_best_of_all(offload):
     fixed = (("offload", offload), ("micro_batch", 2))
     fitting, _ = try_all("tighter", FEWER, fixed)
