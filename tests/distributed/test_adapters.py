@@ -64,7 +64,7 @@ SELDOM = (
     "zero 1", "tp alone", "tp and cp", "pp", "pp and tp", "split backwards of copies", "split backwards in a V",
 )  # fmt: skip
 """Layouts whose axes others have too."""
-RESCALED = tuple(name for name in LAYOUTS if name not in ("hsdp", "cp by heads", "interleaved", "offloaded"))
+RESCALED = tuple(name for name in LAYOUTS if name not in ("zero 3", "hsdp", "cp by heads", "interleaved", "offloaded"))
 """Layouts with (IA)³ too: what it adds is a vector, placed like LoRA's matrices."""
 FIVE_UPDATES = (*SELDOM, "tp with sequence parallelism")
 QUANTIZED = ("zero 3", "tp with sequence parallelism", "split backwards")

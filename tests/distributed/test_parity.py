@@ -436,7 +436,7 @@ def legal_cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@pytest.mark.parametrize("num_examples", [16, thorough(64)])
+@pytest.mark.parametrize("num_examples", [12, thorough(64)])
 def test_random_legal_layouts_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
     @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=legal_cases())

@@ -140,7 +140,7 @@ def count_all(report: RankReport) -> Counter[tuple[str, bool, object]]:
     return counts
 
 
-@pytest.mark.parametrize("method", CONTEXT_METHODS)
+@pytest.mark.parametrize("method", mostly_thorough(CONTEXT_METHODS, lambda i, _: i == 0))
 def test_ranks_that_share_a_sequence_compute_what_one_does(method: str) -> None:
     alone = rehearse(Case(Layout(), global_batch=2), [0])[0]
     shared = rehearse(Case(Layout(cp=4, cp_method=method), global_batch=2), range(4))  # type: ignore[arg-type]

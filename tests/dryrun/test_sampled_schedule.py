@@ -37,7 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", mostly_thorough(CASES, lambda i, _: i % 2 > 0), ids=[str(case.layout) for case in CASES]
+    "case", mostly_thorough(CASES, lambda i, _: i in (5, 7, 9)), ids=[str(case.layout) for case in CASES]
 )
 def test_a_sampled_schedule_says_the_peak_of_the_whole_step(case: Case) -> None:
     config, options = to_config(case), {"device_type": "cuda", "gpus_per_node": 2}
