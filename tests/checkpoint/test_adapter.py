@@ -271,6 +271,7 @@ REFUSED = {
     "layers": ({"layers_to_transform": [0]}, "layers_to_transform=[0] is not computed here"),
     "parameters": ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters=['mlp.experts.down_proj'] is"),
     "type": ({"peft_type": "VERA"}, "peft_type='VERA' is not computed here; use one of LORA, IA3"),
+    "types": ({"peft_type": ["LORA"]}, "peft_type=['LORA'] is not computed here; use one of LORA, IA3"),
     "start": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the frozen weights"),
     "regex": ({"target_modules": ".*q_proj"}, "target_modules='.*q_proj' must be a list of names"),
     "elsewhere": ({"target_modules": ["c_attn"]}, "target_modules=['c_attn'] are no linear layers of the blocks of"),

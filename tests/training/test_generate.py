@@ -124,3 +124,9 @@ def test_a_run_writes_text(tmp_path, capsys, monkeypatch):
     document = json.loads(capsys.readouterr().out)
     assert document["prompt"] + document["text"] + "\n" == streamed
     assert main([*asked, "--max-tokens", "0"]) == 2
+
+
+def test_a_frozen_model_is_named_for_a_run_with_an_adapter_alone(tmp_path):
+    folder = save_made("llama", tmp_path / "made")
+    with pytest.raises(InvalidConfig, match=r"--base is for a run with an adapter, and .*made is none"):
+        open_model(folder, 8, "float32", "cpu", tmp_path)
