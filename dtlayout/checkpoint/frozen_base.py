@@ -42,7 +42,7 @@ class FrozenBase:
         return f"{self.folder} (fingerprint {self.fingerprint[:12]})"
 
     def is_same(self, other: "FrozenBase") -> bool:
-        """Whether the weights are the same, wherever their folders lie."""
+        """True if two places have equal weights, by seed and fingerprint."""
         return (self.seed, self.fingerprint) == (other.seed, other.fingerprint)
 
     def note(self) -> dict[str, Any]:

@@ -50,8 +50,7 @@ class Apart(NamedTuple):
     others: tuple[tuple[Optimizer, ParameterCount], ...] = ()
     """Each other optimizer that shares the model, and its parameters."""
     spared: float = 0.0
-    """Number by which frozen parameters would be fewer, were a quantized base one of the compute format: what it spares
-    of their bytes."""
+    """Bytes that a quantized base saves of the frozen parameters, counted in parameters of the compute format."""
 
     @classmethod
     def add(cls, counted: Iterable[tuple["Apart", int]]) -> "Apart":

@@ -6,7 +6,7 @@ that. Their modules are ops/adapters.py, and plans/plan.py says how tp splits th
 Legend: r rank.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -74,7 +74,7 @@ class RescaledLinear(Linear):
 
     @property
     def is_split(self) -> bool:
-        """Whether tp splits the vector: if it splits that side of the matmul."""
+        """True if tp splits the vector, as it does where it splits that side of the matmul."""
         return self.style == ("rowwise" if self.scales == "input" else "colwise")
 
     @cached_property
@@ -103,9 +103,10 @@ def adapt(described: Description, adapter: Adapter) -> Description:
 
     Targets that the block lacks are passed over: `find_unmatched` looks at all kinds of blocks.
     """
+    targets = {each.module for each in _list_open(described) if _is_target(each, adapter)}
     return Description(
         embedding=replace(described.embedding, trains=False),
-        block=tuple(_adapt_operation(each, adapter) for each in described.block),
+        block=tuple(_adapt_operation(each, adapter, targets) for each in described.block),
         final_norm=replace(described.final_norm, trains=False),
         head=replace(described.head, trains=False),
     )
@@ -113,33 +114,39 @@ def adapt(described: Description, adapter: Adapter) -> Description:
 
 def find_unmatched(described: Iterable[Description], adapter: Adapter) -> list[str]:
     """Problems of an adapter in a model with these kinds of blocks, one line each."""
-    linears = [each for kind in described for each in kind.block if isinstance(each, Linear)]
-    found = list(dict.fromkeys(each.module.rpartition(".")[2] for each in linears if not _is_router(each)))
+    kinds = [*described]
+    known = [each.module for kind in kinds for each in _list_open(kind)]
+    routers = [kind.experts.router for kind in kinds if kind.experts]
+    found = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in known))
     wanted = adapter.targets or (() if adapter.method == "lora" else IA3_TARGETS)
-    problems = [
-        f"adapter.targets: no linear layer of a block is called {target}; use some of {', '.join(found)}"
-        for target in wanted
-        if not any(_ends_with(each.module, target) for each in linears)
-    ]
-    routers = [each.module for each in linears if _is_router(each)]
-    return problems + [
-        f"adapter.targets: {target} is a router, which stays as it is; leave it out"
-        for target in wanted
-        if any(_ends_with(module, target) for module in routers)
+    missing = [each for each in wanted if not any(_ends_with(module, each) for module in (*known, *routers))]
+    routing = [each for each in wanted if any(_ends_with(module, each) for module in routers)]
+    return [
+        *(f"adapter.targets: no linear layer of a block is called {each}; use some of {found}" for each in missing),
+        *(f"adapter.targets: {each} is a router, which stays as it is; leave it out" for each in routing),
     ]
 
 
-def _is_router(linear: Linear) -> bool:
-    return linear.module.endswith("mlp.gate")
+def _list_open(described: Description) -> list[Linear]:
+    """Linear layers of a block that can have an adapter: all but a router."""
+    router = described.experts.router if described.experts else ""
+    return [each for each in described.block if isinstance(each, Linear) and each.module != router]
+
+
+def _is_target(linear: Linear, adapter: Adapter) -> bool:
+    if adapter.method == "lora" and not adapter.targets:
+        return True
+    return any(_ends_with(linear.module, target) for target in adapter.targets or IA3_TARGETS)
 
 
 def _ends_with(module: str, target: str) -> bool:
     return f".{module}".endswith(f".{target}")
 
 
-def _adapt_operation(operation: Operation, adapter: Adapter) -> Operation:
+def _adapt_operation(operation: Operation, adapter: Adapter, targets: Collection[str]) -> Operation:
+    """The operation frozen, with an adapter if it is one of the target modules."""
     frozen = replace(operation, trains=False) if isinstance(operation, Norm | Linear | RoutedExperts) else operation
-    if not isinstance(operation, Linear) or not _is_target(operation, adapter):
+    if not isinstance(operation, Linear) or operation.module not in targets:
         return frozen
     own = {each.name: getattr(operation, each.name) for each in fields(Linear)} | {"trains": False}
     if adapter.method == "lora":
@@ -151,13 +158,6 @@ def _adapt_operation(operation: Operation, adapter: Adapter) -> Operation:
             f"comes before; leave it out"
         )
     return RescaledLinear(**own, scales="input" if rescales_input else "output")
-
-
-def _is_target(linear: Linear, adapter: Adapter) -> bool:
-    if _is_router(linear):
-        return False
-    targets = adapter.targets or (("",) if adapter.method == "lora" else IA3_TARGETS)
-    return any(not target or _ends_with(linear.module, target) for target in targets)
 
 
 def list_adapted(described: Description) -> Iterator[LowRankLinear | RescaledLinear]:

@@ -47,7 +47,7 @@ class Weight:
 
     @property
     def can_be_quantized(self) -> bool:
-        """Whether `precision.base` may store it in few bits: a frozen matrix of a linear layer that tp can split."""
+        """True for a frozen matrix of a linear layer that tp can split: `precision.base` may store it in few bits."""
         return not self.trains and self.role == "matrix" and self.split is not None
 
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:

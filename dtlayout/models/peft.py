@@ -47,7 +47,7 @@ _OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def is_peft(folder: Path) -> bool:
-    """Whether a folder holds an adapter as `peft` saves it."""
+    """True for a folder with an adapter as `peft` saves it."""
     return os.path.isfile(folder / ADAPTER_CONFIG)
 
 

@@ -31,6 +31,9 @@ class SplittableLinear(nn.Linear):
     adapt: Callable[[Any, Multiply, Tensor], Tensor] | None = None
     """(this layer, its matmul, x) → the layer's output with its adapter (ops/adapters.py); None without one."""
 
+    base_format: str = ""
+    """Name of the format in which a quantized weight is stored; empty for a weight of numbers."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, self.weight, self.bias)
 

@@ -71,7 +71,8 @@ def quantize_linears(module: nn.Module, patterns: Sequence[str], name: str) -> N
         scales = _make_like(weight, base_format.scale_columns(columns), weight.dtype)
         linear.weight = nn.Parameter(codes, requires_grad=False)
         linear.register_parameter(f"weight{SCALE}", nn.Parameter(scales, requires_grad=False))
-        linear.multiply = partial(_multiply, linear, name)
+        linear.base_format = name
+        linear.multiply = partial(_multiply, linear)
 
 
 def _make_like(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -83,10 +84,10 @@ def _make_like(weight: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return DTensor.from_local(made, weight.device_mesh, weight.placements, run_check=False)
 
 
-def _multiply(linear: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _multiply(linear: SplittableLinear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     scales = linear.get_parameter(f"weight{SCALE}")
     own = local(scales) if isinstance(scales, DTensor) else scales
-    return multiply_quantized(x, weight, own, bias, name)
+    return multiply_quantized(x, weight, own, bias, linear.base_format)
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
@@ -94,8 +95,8 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | QuantizedWe
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
         if (scales := parameters.get(f"{name}{SCALE}")) is not None:
-            multiply = module.get_submodule(name.rpartition(".")[0]).multiply
-            assert isinstance(multiply, partial), "who made the scales replaced it"
-            yield name, QuantizedWeight(parameter, scales, BASE_FORMATS[multiply.args[1]])
+            linear = module.get_submodule(name.rpartition(".")[0])
+            assert isinstance(linear, SplittableLinear), "nothing else has scales"
+            yield name, QuantizedWeight(parameter, scales, BASE_FORMATS[linear.base_format])
         elif not name.endswith(SCALE):
             yield name, parameter

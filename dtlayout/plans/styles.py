@@ -65,13 +65,25 @@ class OverlappedGatherInput(GatherInput):
         return module
 
 
-class Colwise(ParallelStyle):
-    """Splits an `nn.Linear` by its outputs, below a `GatherInput` that gathers its input."""
+class Placed(ParallelStyle):
+    """Style of a module that sends nothing: it gets a class that computes with this rank's part of its parameters."""
+
+    def __init__(self, kind: type[nn.Module], **placements: Placement):
+        """`kind` is the class, `placements` those of the parameters by their names."""
+        super().__init__()
+        self.kind, self.placements = kind, placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not a forward for each instance, for which torch.compile would compile each block anew.
-        module.__class__ = _ColwiseLinear
-        return _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
+        module.__class__ = self.kind
+        return _distribute(module, device_mesh, **self.placements)
+
+
+class Colwise(Placed):
+    """Splits an `nn.Linear` by its outputs, below a `GatherInput` that gathers its input."""
+
+    def __init__(self) -> None:
+        super().__init__(_LocalLinear, weight=Shard(0), bias=Shard(0))
 
 
 class ColwiseWithInputReduce(GatherInput):
@@ -84,7 +96,9 @@ class ColwiseWithInputReduce(GatherInput):
         return super()._apply(Colwise()._apply(module, device_mesh), device_mesh)
 
 
-class _ColwiseLinear(SplittableLinear):
+class _LocalLinear(SplittableLinear):
+    """A linear layer that tp splits, by outputs or by inputs: what it makes is a part, or a term of a sum."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, local(self.weight), None if self.bias is None else local(self.bias))
 
@@ -156,57 +170,26 @@ class _ShardedRMSNorm(RMSNorm):
         return self.function(x, local(self.weight, Partial()), self.eps)
 
 
-class Replicated(ParallelStyle):
-    """Style of an `nn.Linear` that each rank has whole and whose weight's gradient is a term of a sum over tp.
+class _ReplicatedLinear(SplittableLinear):
+    """A linear layer that each rank has whole and whose weight's gradient is a term of a sum over tp.
 
     It computes this rank's tokens (a router), opens a matmul that tp splits by outputs, or takes terms (an adapter).
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__class__ = _ReplicatedLinear
-        return _distribute(module, device_mesh, weight=Replicate())
-
-
-class _ReplicatedLinear(SplittableLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, local(self.weight, Partial()))
 
 
-class RowwiseTerm(ParallelStyle):
-    """Splits an `nn.Linear` by its inputs, which come split, and leaves its outputs as terms of a sum."""
+class _ReplicatedScale(ScaleVector):
+    """A vector that each rank has whole and whose gradient is a term of a sum over tp."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__class__ = _TermLinear
-        return _distribute(module, device_mesh, weight=Shard(1))
-
-
-class _TermLinear(SplittableLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x, local(self.weight))
-
-
-class Scale(ParallelStyle):
-    """Style of a `ScaleVector` that each rank has whole and whose gradient is a term of a sum over tp."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__class__ = _WholeScale
-        return _distribute(module, device_mesh, weight=Replicate())
-
-
-class _WholeScale(ScaleVector):
     def forward(self, x: Tensor) -> Tensor:
         return x * local(self.weight, Partial())
 
 
-class SplitScale(ParallelStyle):
-    """Splits a `ScaleVector` like the elements that it multiplies."""
+class _LocalScale(ScaleVector):
+    """A vector that tp splits like the elements that it multiplies."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.__class__ = _SplitScale
-        return _distribute(module, device_mesh, weight=Shard(0))
-
-
-class _SplitScale(ScaleVector):
     def forward(self, x: Tensor) -> Tensor:
         return x * local(self.weight)
 
@@ -322,8 +305,8 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": HeadNorm,
-    "replicated": Replicated,
-    "rowwise-term": RowwiseTerm,
-    "scale": Scale,
-    "scale-split": SplitScale,
+    "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate()),
+    "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
+    "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),
+    "scale-split": lambda: Placed(_LocalScale, weight=Shard(0)),
 }

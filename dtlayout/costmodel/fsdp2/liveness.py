@@ -117,5 +117,5 @@ def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Ste
 
 
 def _has_delayed(entry: SizedEntry) -> bool:
-    """Whether a split backward puts off the gradients of an entry's weights; it does not those of others."""
+    """True for a matmul with trained weights, whose gradients a split backward puts off."""
     return entry.kind == "matmul" and bool(entry.weights)

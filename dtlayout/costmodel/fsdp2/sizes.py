@@ -91,7 +91,7 @@ class Sizes:
         self.kept_matmuls = scenario.engine.features.kept_matmuls
         """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
         self.separate_rope = not (kernels.compiles_blocks or find_kernel(RopeKernel, kernels.rope).is_fused)
-        """Whether RoPE is several operations, each with an exact result in memory."""
+        """True if RoPE is several operations, each with an exact result in memory."""
         self.keeps_last = not kernels.compiles_blocks
         """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
         self.model = scenario.model
@@ -157,7 +157,7 @@ class Sizes:
 
     @property
     def _saves_attended(self) -> bool:
-        """Whether a matmul saves attention's result; not if it is frozen and has no adapter."""
+        """True if a matmul saves attention's result: one that is trained, or has an adapter."""
         matmuls = [each for each in block_tape(self.model) if each.kind == "matmul"]
         return any(each.name == ATTENDED for entry in matmuls for each in (*entry.saves, *entry.saves_again))
 

@@ -103,8 +103,8 @@ def size_end(model: ModelShape, options: TapeOptions, measures: Measures) -> tup
 def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
     elements = {"compute": measures.compute, "cast": measures.cast, "exact": measures.exact, "index": measures.int64}
     ranks = {"stream": measures.stream_ranks, "branch": measures.tp, "whole": 1, "input": measures.input_ranks}
-    shared = _find_shared(tape, scatters=measures.stream_ranks > 1)
     scatters = measures.stream_ranks > 1
+    shared = _find_shared(tape, scatters=scatters)
     without = {each.name for entry in tape if not entry.is_differentiated for each in entry.makes}
 
     def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
@@ -123,13 +123,10 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             work = new + used * measures.reorders
         elif entry.kind == "sum":
             work, forward_work = new * (1 + measures.reorders), new * measures.reorders
-        if (
-            measures.weight and entry.casts and not entry.weights
-        ):  # a quantized base: the weight, after what its codes become
-            own = [
-                each.width / (measures.tp if each.spread == "branch" else 1) for each in (*entry.reads, *entry.makes)
-            ]
-            weight, lookup = (each * prod(own) for each in (measures.weight, measures.lookup))
+        if measures.weight and entry.casts and not entry.weights:  # of a quantized base; its codes become indices first
+            tensors = (*entry.reads, *entry.makes)
+            numel = prod(each.width / (measures.tp if each.spread == "branch" else 1) for each in tensors)
+            weight, lookup = measures.weight * numel, measures.lookup * numel
             work = max(new, lookup) + weight
             forward_work = max(weight, weight + lookup - used)
         if entry.kind == "residual" or (entry.kind == "sum" and not scatters) or not entry.is_differentiated:
@@ -162,7 +159,7 @@ def _find_shared(tape: Sequence[TapeEntry], *, scatters: bool) -> set[str]:
 
 
 def _closes_branch(entry: TapeEntry, *, scatters: bool) -> bool:
-    """Whether the gradient of an entry's result is the residual stream's."""
+    """True if the gradient of an entry's result is the residual stream's."""
     if not entry.reads:
         return False
     read, made = entry.reads[0].spread, entry.makes[0].spread

@@ -54,8 +54,8 @@ class Unit:
     """Names of the weights that are stacks of experts' matrices, which fewer ranks hold."""
     roles: Mapping[str, Role] = field(default_factory=dict)
     """Name of each trained weight → its role."""
-    code_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Name of each weight of codes → bytes of one of them; all others are numbers."""
+    codes: frozenset[str] = frozenset()
+    """Names of the weights of a quantized base that are codes, of a byte each; all others are numbers."""
 
     @classmethod
     def of(
@@ -73,7 +73,7 @@ class Unit:
         With `keeps_stacks` whole experts are shards, or rows of all of them where there are more ranks. `base` is that
         of `Precision`: a weight that it quantizes is codes and scales.
         """
-        few_bits, codes = BASE_FORMATS.get(base), dict[str, int]()
+        few_bits, codes = BASE_FORMATS.get(base), set[str]()
         shapes, of_experts, roles = dict[str, Shape](), set[str](), dict[str, Role]()
         for weight in (each for each in weights if not each.is_counter):
             shape = weight.local_shape(tp, ep)
@@ -81,14 +81,14 @@ class Unit:
                 of_experts.add(weight.name)
                 shape = shape if keeps_stacks else (shape[0] * shape[1], *shape[2:])
             if few_bits and weight.can_be_quantized:
-                codes[weight.name] = 1
+                codes.add(weight.name)
                 shapes[weight.name] = (shape[0], few_bits.code_columns(shape[1]))
                 shapes[f"{weight.name}{SCALE}"] = (shape[0], few_bits.scale_columns(shape[1]))
                 continue
             shapes[weight.name] = shape
             if weight.trains:
                 roles[weight.name] = weight.role
-        return cls(shapes, partial, frozenset(of_experts), roles, codes)
+        return cls(shapes, partial, frozenset(of_experts), roles, frozenset(codes))
 
     @property
     def is_nested(self) -> bool:
@@ -174,10 +174,8 @@ def block_units(model: ModelShape, tp: int, ep: int, *, nests_experts: bool, bas
     """The units of a block; `nests_experts` is the engine's feature, `base` that of `Precision`."""
     if not (nests_experts and model.experts):
         return BlockUnits(block_unit(model, tp, ep, base), None)
-    weights, unit = (
-        describe(model).block_weights,
-        functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True, base=base),
-    )
+    weights = describe(model).block_weights
+    unit = functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True, base=base)
     if ep == tp == 1:  # `plans.plan.needs_expert_mesh`
         return BlockUnits(unit(weights), None)
     return BlockUnits(*(unit([each for each in weights if each.is_of_experts is has]) for has in (False, True)))
@@ -234,7 +232,7 @@ class UnitBytes:
     def gathered(self, unit: Unit) -> int:
         """Bytes of a unit's parameters to compute with."""
         whole = self.compute * self.padded(unit)
-        if unit.code_bytes:
+        if unit.codes:
             spared = [self.shards * n * (self.compute - used) for n, _, used in self._list_shards(unit)]
             whole -= sum(spared)
         return whole
@@ -280,7 +278,7 @@ class UnitBytes:
     def _list_shards(self, unit: Unit) -> list[tuple[int, int, int]]:
         """Parameters of each weight's largest shard, with the bytes of one as it is stored, and as it is gathered."""
         sizes = zip(unit.weights, self._shard_sizes(unit), strict=True)
-        used = [(name, n, unit.code_bytes.get(name, self.compute)) for name, n in sizes]
+        used = [(name, n, 1 if name in unit.codes else self.compute) for name, n in sizes]
         return [(n, self.params if name in unit.roles else each, each) for name, n, each in used]
 
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
