@@ -20,9 +20,13 @@ from dtlayout.models.peft import (
 
 
 def export_adapter(
-    checkpoint: Path, folder: Path, *, number_format: str = "float32", data: DataConfig | None = None,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    number_format: str = "float32",
+    data: DataConfig | None = None,
     base: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Write a checkpoint's adapter as a PEFT folder, on one process; the bytes of all tensors.
 
     `base` and `data` are those of `export_weights`: the tokenizer and its template go along. The adapter names the

@@ -63,9 +63,11 @@ def load_weights(
 
 
 def _load(
-    folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[tuple[Tensor | QuantizedWeight, StoredWeight]],
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    weights: Sequence[tuple[Tensor | QuantizedWeight, StoredWeight]],
     group: dist.ProcessGroup | None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill weights with a folder's tensors, on all ranks at once."""
     broken = Counter[str]()
     try:

@@ -11,9 +11,12 @@ from dtlayout.spec.optimizers import Optimizer
 
 
 def fill_state(
-    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer,
+    optimizer: torch.optim.Optimizer,
+    modules: Sequence[nn.Module],
+    model: ModelShape,
+    settings: Optimizer,
     num_steps: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Make optimizer state for each trained parameter that has none: zeros, and the count `num_steps` where the
     optimizer counts steps.
 

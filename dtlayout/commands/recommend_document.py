@@ -33,9 +33,12 @@ BASELINES = {"thumb": choose_by_thumb, "playbook": choose_by_playbook}
 
 
 def make_document(
-    search: Search, result: SearchResult, looked_at: Sequence[Estimate], options: argparse.Namespace,
+    search: Search,
+    result: SearchResult,
+    looked_at: Sequence[Estimate],
+    options: argparse.Namespace,
     verified: Sequence["Verified"] = (),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The document of one search: the best layouts, what stands against others, and everything that was asked.
 
     `result` has the layouts that are shown, at least one; remarks speak of `looked_at`, however many are shown.
@@ -111,9 +114,7 @@ def _find_alike(scenario: Scenario, ranked: Sequence[Estimate]) -> dict[str, Any
     return alike and alike._asdict()
 
 
-def _remark_on_near(
-    scenario: Scenario, best: Sequence[Estimate], against: Sequence[JsonDocument]
-) -> list[str]:  # fmt: skip
+def _remark_on_near(scenario: Scenario, best: Sequence[Estimate], against: Sequence[JsonDocument]) -> list[str]:
     """A remark on other choices that are nearer to the first place than the second one, which stands apart; or none."""
     alike = _find_alike(scenario, best)
     if alike is None or alike["places"] > 1:

@@ -34,9 +34,14 @@ def describe(document: JsonDocument) -> Iterator[str]:
     """The lines of one search's document: its parts, with an empty line between."""
     yield from _describe_scenario(document, [document["scenario"]["num_gpus"]])
     for list_part in (
-        _list_layouts, _list_remarks, _list_dry_runs, _list_others, _answer_why_not, _describe_baseline,
+        _list_layouts,
+        _list_remarks,
+        _list_dry_runs,
+        _list_others,
+        _answer_why_not,
+        _describe_baseline,
         _describe_emitted,
-    ):  # fmt: skip
+    ):
         if lines := list(list_part(document)):
             yield from ("", *lines)
     yield from ("", describe_counts(document["searched"]))

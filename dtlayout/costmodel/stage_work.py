@@ -47,9 +47,7 @@ class StageWork(NamedTuple):
 class BlocksWork:
     """One microbatch on all but the head of any stage of a layout: what stages, and heads, share is computed once."""
 
-    def __init__(
-        self, scenario: Scenario, block_of: Mapping[ModelShape, TimeOf], layout: Layout, kernels: Kernels
-    ):  # fmt: skip
+    def __init__(self, scenario: Scenario, block_of: Mapping[ModelShape, TimeOf], layout: Layout, kernels: Kernels):
         """`block_of` times a block of each of `Scenario.kinds`, without recomputation."""
         self.scenario, self.model = scenario, scenario.model
         part, recompute = key_of(layout, BlockLayout), Recompute.parse(layout.recompute)

@@ -103,9 +103,13 @@ class _Observer:
     """Measures the steps of a rank: memory, work and messages."""
 
     def __init__(
-        self, config: Config, layout: Layout, assembly: Assembly, action_memory: ActionMemory | None,
+        self,
+        config: Config,
+        layout: Layout,
+        assembly: Assembly,
+        action_memory: ActionMemory | None,
         on_action: Callable[[int], None],
-    ):  # fmt: skip
+    ):
         """`on_action` gets the number of actions that have begun so far."""
         self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
         self.action_memory = action_memory

@@ -158,7 +158,7 @@ def _list_kinds(actions: Sequence[Action], layout: Layout, stages: Sequence[Hash
 
 def _leave_out(
     parts: list[tuple[int, int]], is_enough: Callable[[Iterable[tuple[int, int]]], bool]
-) -> list[tuple[int, int]]:  # fmt: skip
+) -> list[tuple[int, int]]:
     """Few parts, in order, that are still enough: neighbours are dropped where `is_enough` holds for the rest, half of
     all parts at first, single ones last (delta debugging).
 

@@ -60,9 +60,15 @@ def _score_forward(
 
 
 def _score_backward(
-    upstream: Tensor, q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, out: Tensor, sums: Tensor,
-    is_causal: bool, first: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    upstream: Tensor,
+    q_BHSK: Tensor,
+    k_BGNK: Tensor,
+    v_BGNK: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    is_causal: bool,
+    first: int = 0,
+) -> tuple[Tensor, ...]:
     upstream_BGXK, out_BGXK, q_BGXK = (_group(t, k_BGNK) for t in (upstream, out, q_BHSK))
     weights_BGXN = _score(q_BHSK, k_BGNK, is_causal, first).sub_(_group(sums.unsqueeze(-1), k_BGNK)).exp_()
     dv_BGNK = weights_BGXN.to(v_BGNK.dtype).mT @ upstream_BGXK
@@ -102,9 +108,14 @@ def _chunk_forward(q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, is_causal: bo
 
 @torch.library.custom_op("dtlayout::chunked_part_backward", mutates_args=())
 def _chunk_backward(
-    upstream: Tensor, q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, out: Tensor, sums: Tensor,
+    upstream: Tensor,
+    q_BHSK: Tensor,
+    k_BGNK: Tensor,
+    v_BGNK: Tensor,
+    out: Tensor,
+    sums: Tensor,
     is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     dq = torch.empty_like(q_BHSK, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(t.shape, dtype=sums.dtype, device=t.device) for t in (k_BGNK, v_BGNK))
     for queries, keys, chunk in _chunks(q_BHSK, k_BGNK):
@@ -152,9 +163,14 @@ def _flash_forward(q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, is_causal: bo
 
 
 def _flash_backward(
-    upstream: Tensor, q_BHSK: Tensor, k_BGNK: Tensor, v_BGNK: Tensor, out: Tensor, sums: Tensor,
+    upstream: Tensor,
+    q_BHSK: Tensor,
+    k_BGNK: Tensor,
+    v_BGNK: Tensor,
+    out: Tensor,
+    sums: Tensor,
     is_causal: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     scale = q_BHSK.shape[-1] ** -0.5
     if q_BHSK.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -25,9 +25,13 @@ class Boundary:
 
 
 def build_stage(
-    model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice,
+    model: ModelShape,
+    kernels: Kernels,
+    precision: Precision,
+    batch: Batch,
+    stage: StageSlice,
     left_out: Container[int] = (),
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The stage's part of the model without `left_out` blocks, on the meta device, in the master weights' dtype."""
     module = find_family(model.family).module
     build = pkgutil.resolve_name(module) if isinstance(module, str) else module

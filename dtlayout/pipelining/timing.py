@@ -209,9 +209,15 @@ def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tupl
 
 
 def in_flight_peaks(
-    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, rank: int,
-    until: tuple[Kind, ...] = RELEASE, *, with_gradients: bool = False,
-) -> tuple[Moment, ...]:  # fmt: skip
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    rank: int,
+    until: tuple[Kind, ...] = RELEASE,
+    *,
+    with_gradients: bool = False,
+) -> tuple[Moment, ...]:
     """The moments at which a rank can hold most: microbatches in flight of each of its chunks.
 
     A microbatch is held from the start of its forward to the end of its backward, or of the last part of it. `until`
@@ -256,9 +262,14 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 
 @lru_cache(maxsize=1024)
 def count_in_flight(
-    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1,
-    until: tuple[Kind, ...] = RELEASE, with_gradients: bool = False,
-) -> tuple[Moment, ...]:  # fmt: skip
+    schedule: PipelineSchedule,
+    placement: Placement,
+    m: int,
+    rank: int,
+    each: int = 1,
+    until: tuple[Kind, ...] = RELEASE,
+    with_gradients: bool = False,
+) -> tuple[Moment, ...]:
     """The answer of `in_flight_peaks`, counted by playing the actions of `rank`.
 
     An action stands for `each` microbatches, so the step has `m` times `each`. `until` and `with_gradients` are as

@@ -107,7 +107,7 @@ class Search:
 
     def _run(
         self, top: int, group_of: GroupOf, max_slowdown: float = inf, dominance: Dominance = no_dominance
-    ) -> SearchResult:  # fmt: skip
+    ) -> SearchResult:
         nodes, legal = self._block_classes
         search = BestFirstSearch(self._candidates, self._serials, top, group_of, max_slowdown, dominance)
         self._open = search.run(nodes)

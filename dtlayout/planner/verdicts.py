@@ -95,9 +95,7 @@ def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
     )
 
 
-def describe_difference(
-    other: Estimate, own: Estimate, than: str = "", least: float = _LEAST_DIFFERENCE
-) -> str:  # fmt: skip
+def describe_difference(other: Estimate, own: Estimate, than: str = "", least: float = _LEAST_DIFFERENCE) -> str:
     """A sentence on how much slower or faster `own` is than `other`, and in which parts of the step.
 
     Relative differences up to `least` are a tie.

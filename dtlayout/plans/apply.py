@@ -39,9 +39,13 @@ from dtlayout.spec.recompute import Kept, Recompute
 
 
 def apply_plan(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None,
-    kept: ActivationOffloader | None = None, experts: ExpertMesh | None = None,
-) -> GradientSync:  # fmt: skip
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    reduction_group: dist.ProcessGroup | None = None,
+    kept: ActivationOffloader | None = None,
+    experts: ExpertMesh | None = None,
+) -> GradientSync:
     """Shard `module` in place over a mesh with the axes of `build_mesh`; whoever runs backward follows the result.
 
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
@@ -106,9 +110,15 @@ def freeze(module: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> No
 
 
 def prepare_blocks(
-    module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool, kept: ActivationOffloader | None = None,
-    attention: str = "", ep_group: str = "",
-) -> None:  # fmt: skip
+    module: nn.Module,
+    blocks: str,
+    recompute: Recompute,
+    *,
+    compiles: bool,
+    kept: ActivationOffloader | None = None,
+    attention: str = "",
+    ep_group: str = "",
+) -> None:
     """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
 
     `attention` is the blocks' kernel, `ep_group` the name of the group that splits their experts.

@@ -283,9 +283,16 @@ def _begin_pass(x: Tensor, group: Group) -> Tensor:
 
 @composite("dtlayout::context_attention")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, attention: str, method: str, group: str, cp: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    attention: str,
+    method: str,
+    group: str,
+    cp: int,
     rank: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     own = Queries(q, documents, attention, Group(group, cp, rank))
     tiles = chain.from_iterable(_EXCHANGES[method](own).forward(k, v))
     if own.is_whole:
@@ -300,9 +307,19 @@ def _attend(
 
 @composite("dtlayout::context_attention_backward")
 def _differentiate(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, out: Tensor, sums: Tensor,
-    attention: str, method: str, group: str, cp: int, rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    sums: Tensor,
+    attention: str,
+    method: str,
+    group: str,
+    cp: int,
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     own = Queries(q, documents, attention, Group(group, cp, rank))
     dq = torch.zeros_like(q, dtype=own.exact)
 

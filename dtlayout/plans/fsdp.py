@@ -143,9 +143,12 @@ class _Observed(AllGather, ReduceScatter):
 
 
 def shard(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None,
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    reduction_group: dist.ProcessGroup | None = None,
     experts: ExpertMesh | None = None,
-) -> GradientSync:  # fmt: skip
+) -> GradientSync:
     """Shard the plan's units, then the rest with the root, over the data-parallel axes; experts over `experts`.
 
     Gradients are reduced over dp_shard in the mesh's own group, or else in `reduction_group`.

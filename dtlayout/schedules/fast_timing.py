@@ -161,7 +161,7 @@ def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
 
 def _play(
     p: int, v: int, m: int, times: StageTimes, advance: _Advance, ends: list[float], *, warm_up: int, is_skewed: bool
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """The last p ends after all waves; the waves of the steady part repeat, see [Note: skipping equal periods].
 
     `warm_up` is the wave of rank 0's first backward. Where waves are skewed, each rank is one forward behind the rank

@@ -54,9 +54,11 @@ def run(
 
 
 def start(
-    command: Sequence[str], output: IO[bytes] | IO[str], mark: str,
+    command: Sequence[str],
+    output: IO[bytes] | IO[str],
+    mark: str,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     """Start a command whose output goes to a file; it ends with this process."""
     return subprocess.Popen(
         run_module("dtlayout.sweep.processes", str(os.getpid()), *command),

@@ -87,9 +87,7 @@ def find_shape(source: Path) -> ModelShape:
     return find_model(str(source / CONFIG)) if is_hf_folder(source) else read_model(find_checkpoint(source))
 
 
-def open_model(
-    source: Path, max_len: int, number_format: str, device_type: str, base: Path | None = None
-) -> Llama:  # fmt: skip
+def open_model(source: Path, max_len: int, number_format: str, device_type: str, base: Path | None = None) -> Llama:
     """A model of at most `max_len` tokens with the weights of a run, a checkpoint, a Hugging Face or a PEFT folder.
 
     Several ranks split it by tp over all of them. `base` is where the frozen model of a run's adapter is now, by

@@ -22,9 +22,13 @@ class MemoryMeter:
     """Measures the steps that run inside `watch`, and keeps the largest peak of each pipeline rank."""
 
     def __init__(
-        self, device_type: str, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *,
+        self,
+        device_type: str,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        *,
         state_on_host: bool = False,
-    ):  # fmt: skip
+    ):
         """Count the memory of a device; state on the host is left out, also if a CPU is both (`StorageTracker`)."""
         self.device_type = device_type
         tracked = device_type != "cuda"

@@ -89,9 +89,14 @@ class TrainStep:
         return self.launch(inputs, targets, starts, stop=stop).wait()
 
     def launch(
-        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False,
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        starts: Tensor | None = None,
+        *,
+        stop: bool = False,
         limits: StepLimits = NO_LIMITS,
-    ) -> Launched:  # fmt: skip
+    ) -> Launched:
         """Launch a step and do not wait; it updates nothing if its numbers are not finite or exceed `limits`."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
         num_targets = count.clamp(min=1)  # without any target the loss is 0, and no NaN

@@ -44,9 +44,13 @@ def test_steps_that_were_not_measured_are_predicted(found):
     )
     batch = Batch(global_batch=8, seq_len=192)
     for layout in (
-        Layout(dp_shard=4), Layout(dp_shard=4, micro_batch=2, recompute="full"), Layout(pp=4), Layout(pp=2, tp=2),
-        Layout(pp=2, dp_shard=2, recompute="selective"), Layout(dp_shard=2, tp=2, recompute="full"),
-    ):  # fmt: skip
+        Layout(dp_shard=4),
+        Layout(dp_shard=4, micro_batch=2, recompute="full"),
+        Layout(pp=4),
+        Layout(pp=2, tp=2),
+        Layout(pp=2, dp_shard=2, recompute="selective"),
+        Layout(dp_shard=2, tp=2, recompute="full"),
+    ):
         assert step_s(model, batch, layout, found.cluster) == pytest.approx(step_s(model, batch, layout), rel=0.08)
 
 

@@ -81,7 +81,7 @@ def test_an_adapter_is_a_section_of_its_own_and_comes_back_from_a_runs_config():
         ({"rnk": 4}, "adapter.rnk is unknown; did you mean adapter.rank?"),
         ({"rank": 0}, "adapter.rank=0 must be from 1 to a million"),
         ({"targets": ["q_proj", "q_proj"]}, "adapter.targets has 'q_proj' twice; remove it"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvalidConfig) as caught:
             config_with({}, adapter=table)
         assert caught.value.problems == [problem]

@@ -47,9 +47,12 @@ def write_tokens(tmp_path: Path) -> Callable[..., Path]:
     """Writes a folder such as `prepare_tokens` leaves, with these ids, in documents of these lengths."""
 
     def write(
-        ids: Sequence[int], vocab_size: int = 257, documents: Sequence[int] = (), loss_mask: Sequence[int] = (),
+        ids: Sequence[int],
+        vocab_size: int = 257,
+        documents: Sequence[int] = (),
+        loss_mask: Sequence[int] = (),
         name: str = "prepared",
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         np.asarray(ids, dtype="<u2").tofile(folder / "tokens.bin")

@@ -150,7 +150,7 @@ def test_the_best_found_are_the_best_of_all(name):
     for found, expected in (
         (result, rank_all(fitting, 4)),
         (kinds, rank_all(fitting, 4, alike=LayoutKind.of, max_slowdown=MAX_SLOWDOWN, dominance=is_dominated)),
-    ):  # fmt: skip
+    ):
         assert [(e.layout, e.kernels) for e in found.ranked] == [(e.layout, e.kernels) for e in expected]
         assert [e.step_time_s for e in found.ranked] == [e.step_time_s for e in expected]
         assert found.num_layouts == len(fitting) + counts.total()

@@ -107,9 +107,19 @@ def test_trials_are_read_without_their_folder_and_those_that_say_nothing_are_cou
     for key, changes in (
         ("e", {"run": None, "cause": "tp=3 does not divide num_heads=4"}),
         ("f", {"run": replace(first.run, outcome="skipped"), "cause": "predicted to need 90.0 GiB of 79.2"}),
-        ("g", {"run": replace(first.run, scenario=replace(first.run.scenario, cluster=Cluster(
-            gpu=gpu_named("GeForce GTX 970"), num_gpus=4, gpus_per_node=4)))}),
-    ):  # fmt: skip
+        (
+            "g",
+            {
+                "run": replace(
+                    first.run,
+                    scenario=replace(
+                        first.run.scenario,
+                        cluster=Cluster(gpu=gpu_named("GeForce GTX 970"), num_gpus=4, gpus_per_node=4),
+                    ),
+                )
+            },
+        ),
+    ):
         journal.append(replace(first, key=key, setting=key, **changes))
     whole = read_rows([sweep])
     alone = tmp_path / "kept.jsonl"

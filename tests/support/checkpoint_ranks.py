@@ -63,9 +63,16 @@ def update(assembly: Assembly, optimizer: torch.optim.Optimizer) -> None:
 
 
 def save(
-    folder: Path, step: int, assembly: Assembly, optimizer: torch.optim.Optimizer, model: ModelShape,
-    settings: Optimizer = ADAMW, *, keep: int, **more: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    step: int,
+    assembly: Assembly,
+    optimizer: torch.optim.Optimizer,
+    model: ModelShape,
+    settings: Optimizer = ADAMW,
+    *,
+    keep: int,
+    **more: Any,
+) -> Path:
     """`save_checkpoint` of what is in these modules and this optimizer."""
     tensors = collect_state(assembly.modules, optimizer, model, settings)
     return save_checkpoint(folder, step, tensors, model, settings, keep=keep, **more)
@@ -217,7 +224,7 @@ def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> lis
 
 def start_beside(
     layouts: list[Layout], model: ModelShape, folder: Path, adapter: Path, precision: Precision
-) -> list[State]:  # fmt: skip
+) -> list[State]:
     """For each layout the weights of a PEFT folder's adapter and of its frozen model; quantized ones as two."""
     states = []
     for layout in layouts:

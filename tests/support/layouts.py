@@ -12,9 +12,15 @@ def all_layouts(space: Space) -> Iterator[tuple[Layout, Kernels]]:
     for degrees in space.degrees:
         tp, pp, cp, ep, dp = degrees
         for (schedule, v), micro_batch, method, sp, overlap, recompute, sharding, kernels in product(
-            space.orders(pp), space.micro_batches(cp), space.cp_methods(cp), space.sequence_parallel(tp),
-            space.tp_overlap(tp), space.recompute, space.shardings(degrees), space.kernels,
-        ):  # fmt: skip
+            space.orders(pp),
+            space.micro_batches(cp),
+            space.cp_methods(cp),
+            space.sequence_parallel(tp),
+            space.tp_overlap(tp),
+            space.recompute,
+            space.shardings(degrees),
+            space.kernels,
+        ):
             layout = Layout(
                 tp=tp, pp=pp, cp=cp, cp_method=method, ep=ep, dp_shard=dp, micro_batch=micro_batch, schedule=schedule,
                 virtual_stages=v, sequence_parallel=sp, tp_overlap=overlap, recompute=recompute, **space.constant,

@@ -78,9 +78,14 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str,
 
 
 def ask_programs(
-    capsys: pytest.CaptureFixture[str], folder: Path, *options: str | Path, gpu: str = "h100-80g-sxm",
-    model: str | Path | None = None, num_gpus: int = 1, plugin: str = "",
-) -> Answers:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    *options: str | Path,
+    gpu: str = "h100-80g-sxm",
+    model: str | Path | None = None,
+    num_gpus: int = 1,
+    plugin: str = "",
+) -> Answers:
     """Recommend a layout, check what was emitted, dry-run every rank of it, and train two steps of it.
 
     One rank trains in this process; several do under torchrun, and are told of the plugin.

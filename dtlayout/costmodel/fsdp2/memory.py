@@ -221,9 +221,13 @@ class _Stage:
         return self.backward(step.is_first, step.is_last, reduced, head_is_gathered, *around)
 
     def _forward(
-        self, gathers: bool, head_is_gathered: bool,
-        beside_own_pass: bool, prev_block_still_copying: bool, prefetches_next: bool,
-    ) -> Iterator[Phase]:  # fmt: skip
+        self,
+        gathers: bool,
+        head_is_gathered: bool,
+        beside_own_pass: bool,
+        prev_block_still_copying: bool,
+        prefetches_next: bool,
+    ) -> Iterator[Phase]:
         """Phases of one microbatch's forward.
 
         With activations on the host the device has what the running block keeps, and what the one before it has kept;
@@ -286,9 +290,17 @@ class _Stage:
             yield sharding.drop(units.root)
 
     def _backward(
-        self, is_first: bool, reduced: Unit | None, head_is_gathered: bool, beside_own_pass: bool = False,
-        prev_block_still_copying: bool = False, prefetches_next: bool = False, *, is_last: bool, splits: bool = False,
-    ) -> Iterator[Phase]:  # fmt: skip
+        self,
+        is_first: bool,
+        reduced: Unit | None,
+        head_is_gathered: bool,
+        beside_own_pass: bool = False,
+        prev_block_still_copying: bool = False,
+        prefetches_next: bool = False,
+        *,
+        is_last: bool,
+        splits: bool = False,
+    ) -> Iterator[Phase]:
         """Phases of one microbatch's backward.
 
         With activations on the host the device has what the running block kept, and what comes back for the next one.
@@ -389,9 +401,7 @@ class _Stage:
         weights = self.sharding.gradients_of(run.unit, is_first=is_first)
         return autograd.block_backward(run.size, weights, run.kept, run.recomputed)
 
-    def _backward_weight(
-        self, is_first: bool, is_last: bool, ends_wait: bool, before: Unit | None
-    ) -> Iterator[Phase]:  # fmt: skip
+    def _backward_weight(self, is_first: bool, is_last: bool, ends_wait: bool, before: Unit | None) -> Iterator[Phase]:
         """Phases of a backward's second part: all blocks' gradients are added up before the first unit is reduced.
 
         `ends_wait` where embedding and head have gradients of a first part, which are reduced with them.

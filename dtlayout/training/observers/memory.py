@@ -19,9 +19,16 @@ class MemoryObserver(Observer):
     """Measures the memory of steps while they are launched, and writes the curve of the first ones."""
 
     def __init__(
-        self, meter: MemoryMeter, records: Records, layout: Layout, group: dist.ProcessGroup, steps: range,
-        settings: MetricsConfig, *, has_peaks: bool,
-    ):  # fmt: skip
+        self,
+        meter: MemoryMeter,
+        records: Records,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        steps: range,
+        settings: MetricsConfig,
+        *,
+        has_peaks: bool,
+    ):
         """`steps` are the numbers of the steps of this start; without `has_peaks` no peak is measured.
 
         Curves of all ranks come together over `group`.

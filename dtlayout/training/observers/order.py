@@ -49,9 +49,13 @@ class ObservedRun:
 
 
 def make_observers(
-    inputs: RunInputs, trainer: Trainer, checkpoints: Checkpoints, records: Records, folder: FolderObserver,
+    inputs: RunInputs,
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    records: Records,
+    folder: FolderObserver,
     steps: range,
-) -> list[Observer]:  # fmt: skip
+) -> list[Observer]:
     """The observers of a start that trains `steps`, in order; `folder` is the first of them."""
     config, device, kernels = inputs.config, inputs.device, inputs.chosen.kernels
     assembly, group = trainer.assembly, checkpoints.host
