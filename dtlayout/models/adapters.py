@@ -50,12 +50,12 @@ class LowRankLinear(Linear):
         narrow, wide = self.names
         base, added = made._replace(name=f"{self.module}.base"), made._replace(name=wide)
         inner = BlockTensor(narrow, self.rank, "stream" if self.style == "replicated" else "whole")
-        own = partial(TapeEntry, "matmul", kept_as=self.kept_as)
+        own = partial(TapeEntry, "matmul", kept_as=self.kept_as, puts_off=True, in_linear=True)
         return (
             matmul._replace(makes=(base,)),
             own((read,), (inner,), (saved,), (f"{narrow}.weight",)),
             own((inner,), (added,), (inner,), (f"{wide}.weight",)),
-            TapeEntry("add", (base, added), (made,)),
+            TapeEntry("add", (base, added), (made,), shares_gradient=True, in_linear=True),
             *closing,
         )
 
@@ -88,7 +88,7 @@ class RescaledLinear(Linear):
         """The frozen matmul and the product, in the order in which they come."""
         matmul, *closing = super().record(options)
         (read,), (made,) = matmul.reads, matmul.makes
-        product = partial(TapeEntry, "rescale", weights=(f"{self.name}.weight",))
+        product = partial(TapeEntry, "rescale", weights=(f"{self.name}.weight",), in_linear=True)
         if self.scales == "output":
             base = made._replace(name=f"{self.module}.base")
             return (matmul._replace(makes=(base,)), product((base,), (made,), (base,), scratch=(base, base)), *closing)

@@ -104,10 +104,9 @@ def describe_llama(model: ModelShape) -> Description:
         block=(
             Norm("input_layernorm", h),
             *(_describe_attention(model) if model.latent_attention is None else _describe_latent_attention(model)),
-            Residual(h),
+            Residual(h, ("self_attn.o_proj",)),
             Norm("post_attention_layernorm", h),
             *_describe_ffn(model),
-            Residual(h),
         ),
         final_norm=Norm(FINAL_NORM, h),
         head=Weight(f"{HEAD}.weight", table, "normal", "head", 0),
@@ -153,7 +152,8 @@ def _describe_latent_attention(model: ModelShape) -> tuple[Operation, ...]:
 def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
     h, experts, reads = model.hidden_size, model.experts, "post_attention_layernorm"
     if experts is None:
-        return _describe_dense_ffn("mlp", reads, h, model.ffn_size, gated=model.gated_ffn)
+        dense = _describe_dense_ffn("mlp", reads, h, model.ffn_size, gated=model.gated_ffn)
+        return (*dense, Residual(h, ("mlp.down_proj",)))
     shared, gated = experts.shared_ffn_size, model.gated_ffn
     return (
         Linear("mlp.gate", reads, h, experts.number, "replicated", saves_input=not shared),
@@ -172,6 +172,7 @@ def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
             keeps_logits=experts.z_loss > 0,
         ),
         *(_describe_dense_ffn("mlp.shared_expert", reads, h, shared, gated=gated) if shared else ()),
+        Residual(h, ("mlp.experts", *["mlp.shared_expert.down_proj"] * bool(shared))),
     )
 
 

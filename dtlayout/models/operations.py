@@ -113,13 +113,21 @@ class Norm(BaseOperation):
         rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
         weights = name_trained(self.weights)
         if not options.separate_norms:
-            return (TapeEntry("norm", (read,), (made,), (kept, rows), weights),)
+            return (TapeEntry("norm", (read,), (made,), (kept, rows), weights, ends_first=True),)
         product = exact if options.keeps_exact_product else read
         product = product._replace(name=f"{self.module}.product")
         saved = (product, rows) if self.trains or options.trains_all else (rows,)
         return (
             # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
-            TapeEntry("norm", (read,), (exact,), (exact if options.casts_norms else kept,), weights, (exact,) * 4),
+            TapeEntry(
+                "norm",
+                (read,),
+                (exact,),
+                (exact if options.casts_norms else kept,),
+                weights,
+                scratch=(exact,) * 4,
+                ends_first=True,
+            ),
             TapeEntry("scale", (exact,), (made,), saved, (), (exact,) * (2 + options.casts_norms)),
         )
 
@@ -186,6 +194,7 @@ class Linear(BaseOperation):
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             name_trained(self.own_weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
+            puts_off=True, in_linear=True,
         )  # fmt: skip
         return (matmul, *closing)
 
@@ -309,12 +318,14 @@ def record_activation(
 
 @dataclass(frozen=True)
 class Residual(BaseOperation):
-    """A branch is added to the residual stream."""
+    """Branches are added to the residual stream."""
 
     width: int
     """Elements of a token."""
+    branches: tuple[str, ...]
+    """Tensors that are added: the results of the modules that close the branches."""
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
-        """The sum; its gradient is that of both of its inputs, and nothing is saved."""
-        hidden = BlockTensor(HIDDEN, self.width, "stream")
-        return (TapeEntry("residual", (hidden,), (hidden,)),)
+        """The sum; its gradient is that of all of its inputs, and nothing is saved."""
+        hidden, *added = (BlockTensor(name, self.width, "stream") for name in (HIDDEN, *self.branches))
+        return (TapeEntry("residual", (hidden, *added), (hidden,), shares_gradient=True),)

@@ -62,6 +62,14 @@ class TapeEntry(NamedTuple):
     """Tensors that its backward reads and that an entry before it saves; `join` finds them."""
     is_differentiated: bool = True
     """Whether it has a backward; not so where nothing that it reads needs a gradient and nothing of it is trained."""
+    shares_gradient: bool = False
+    """Whether its inputs have the gradient of its result, in the same memory; a sum, whose backward does nothing."""
+    puts_off: bool = False
+    """Whether a backward in two parts leaves the gradients of its weights to the second part."""
+    ends_first: bool = False
+    """Whether its backward lets go of its own tensors before the gradients of its weights come."""
+    in_linear: bool = False
+    """Whether it belongs to a linear layer, whose forward holds its result until the layer's own is there."""
 
 
 class TapeOptions(NamedTuple):
@@ -128,7 +136,7 @@ def end_gradients(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
         is_first_half = entry.kind == "norm" and not reads and entry.makes[0].format == "exact"
         of_norm = entry.weights if is_first_half else ()
         made.update(each.name for each in entry.makes)
-        if reads or (entry.weights and not is_first_half) or (needed and entry.kind == "residual"):
+        if reads or (entry.weights and not is_first_half):
             needed.update(each.name for each in entry.makes)
             yield _keep_needed(entry, reads, saved)
         elif can_let_go and not any(each.name in read for each in entry.makes):
@@ -144,9 +152,8 @@ def _keep_needed(entry: TapeEntry, needed: tuple[BlockTensor, ...], saved: set[s
     if entry.kind == "activation" and len(needed) < len(entry.reads) and entry.scratch is None:
         kept = tuple(each for each in kept if each not in needed)  # a product saves the other factor
     saved.update(each.name for each in kept)
-    reads = entry.reads if entry.kind in ("add", "residual") else needed
     again = tuple(each for each in entry.saves_again if each not in first)
-    return entry._replace(reads=reads, saves=kept, saves_again=again)
+    return entry._replace(reads=needed, saves=kept, saves_again=again)
 
 
 def _reads_unnamed_later(tape: Sequence[TapeEntry]) -> list[bool]:

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtlayout.costmodel.compute import block_time
 from dtlayout.costmodel.engine import Features, find_engine
-from dtlayout.costmodel.fsdp2.liveness import walk_backward, walk_delayed
+from dtlayout.costmodel.fsdp2.liveness import BackwardWalk
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.tape import SizedEntry
@@ -107,15 +107,15 @@ def test_a_frozen_block_saves_what_its_tape_says_also_where_its_input_needs_no_g
 
 @pytest.mark.parametrize("adapter", [None, *ADAPTERS], ids=str)
 def test_all_that_comes_in_a_backward_goes_in_it(adapter):
-    """But for the gradient of the block's input, which is in the place of that of its output."""
+    """The gradient of the block's input is in the place of that of its output; without one, the latter goes too."""
     model = replace(SHAPE, adapter=adapter)
     for layout in (Layout(micro_batch=2), Layout(tp=2), Layout(tp=2, sequence_parallel=False)):
         for ends in (False, True):
             sizes = Sizes(make_scenario(Case(layout, 2, model, BF16)), layout, Kernels(), ends_gradients=ends)
-            whole = walk_backward(sizes.tape, lambda _: [])
-            first = walk_backward(sizes.tape, lambda _: [], puts_off=True)
-            parts = [*first, *walk_delayed(sizes.tape, lambda _: [])]
-            assert [sum(size for _, size in steps) for steps in (whole, parts)] == [-sizes.block] * 2
+            whole, split = BackwardWalk().over(sizes.tape, nothing), BackwardWalk(puts_off=True)
+            parts = [*split.over(sizes.tape, nothing), *split.finish(sizes.tape, nothing)]
+            left = -sizes.block - sizes.stream * ends
+            assert [sum(size for _, size in steps) for steps in (whole, parts)] == [left] * 2
 
 
 @pytest.mark.parametrize("model", [SHAPE, QWEN3], ids=lambda model: model.family)
@@ -128,11 +128,15 @@ def test_the_modules_of_a_tape_are_those_of_the_block(model):
     )
 
 
-def step(kind="matmul", *, reads=None, makes=None, saves=None, used=None, **more) -> SizedEntry:
+def nothing(names):
+    return []
+
+
+def step(kind="matmul", *, reads=None, makes=None, saves=None, **more) -> SizedEntry:
     """A step of a tape by hand; it makes a tensor of the size that it reads."""
     reads, makes = reads or {"x": 10.0}, makes or {"y": 10.0}
     known = {"saves_again": (), "weights": (), "forward_work": 0.0, "work": sum(reads.values()), "kept_as": None}
-    known |= {"used": sum(makes.values()) if used is None else used, "results": (), "adds_apart": False, **more}
+    known |= {"results": (), "adds_apart": False, "puts_off": kind == "matmul", "ends_first": kind == "norm", **more}
     return SizedEntry(kind=kind, reads=reads, makes=makes, saves=saves or {}, **known)
 
 
@@ -143,7 +147,7 @@ def come(names):
 @pytest.mark.parametrize(("adds_apart", "most"), [(False, 10 + 10), (True, 10 + 10 + 10)])
 def test_two_gradients_of_one_tensor_become_one_in_place_or_in_a_third(adds_apart, most):
     tape = [step(makes={name: 1.0}, adds_apart=adds_apart) for name in "ab"]
-    phase = changes(*walk_backward(tape, come))
+    phase = changes(*BackwardWalk().over(tape, come))
     num_gone = 2 if adds_apart else 1  # gradients of a and b that are there no more
     assert (phase.fullest[A], phase.left[A]) == (most - num_gone, 10 - 2)
 
@@ -152,15 +156,15 @@ def test_a_residual_shares_its_gradient_until_another_is_added_to_it():
     """The gradient of the stream is there before, and the norm's is added to it."""
     norm = step("norm", reads={HIDDEN: 10.0}, saves={"input": 10.0}, makes={"n": 10.0})
     opening = step(reads={"n": 10.0}, makes={"y": 40.0})
-    closing = step(reads={"y": 40.0}, makes={"branch": 10.0}, saves={"y": 40.0}, used=0.0)
-    residual = step("residual", reads={}, makes={HIDDEN: 10.0}, used=0.0)
-    phase = changes(*walk_backward([norm, opening, closing, residual], come))
+    closing = step(reads={"y": 40.0}, makes={"branch": 10.0}, saves={"y": 40.0})
+    residual = step("residual", reads={HIDDEN: 10.0, "branch": 10.0}, makes={HIDDEN: 10.0}, shares_gradient=True)
+    phase = changes(*BackwardWalk().over([norm, opening, closing, residual], come))
     assert (phase.fullest[A], phase.left[A]) == (40, -10 - 40)
 
 
 def test_gradients_of_weights_come_beside_what_a_matmul_reads_but_after_what_a_norm_lets_go():
     for kind, beside in (("matmul", 10), ("norm", -10)):
-        phase = changes(*walk_backward([step(kind, saves={"x": 10.0}, weights=("w",))], come))
+        phase = changes(*BackwardWalk().over([step(kind, saves={"x": 10.0}, weights=("w",))], come))
         assert phase.fullest[:2] == (0, 100) and phase.fullest[A] == beside
         assert (phase.left[G], phase.left[A]) == (100, 10 - 10 - 10)
 
@@ -170,9 +174,10 @@ def test_a_matmul_whose_gradients_are_put_off_holds_what_they_are_made_of():
     attention = step("attention", saves={"attended": 10.0, "rest": 30.0}, makes={"attended": 10.0})
     matmul = step(reads={"attended": 10.0}, makes={"branch": 20.0}, saves_again=("attended",), weights=("w",))
     tape = [attention, matmul]
-    held = changes(*walk_backward(tape, lambda _: [], puts_off=True))
+    walk = BackwardWalk(puts_off=True)
+    held = changes(*walk.over(tape, nothing))
     assert held.left[A] == 10 - 30  # of its input's gradient, and what attention had beside its result
-    assert changes(*walk_delayed(tape, come)).left[A] == -10 - 20
+    assert changes(*walk.finish(tape, come)).left[A] == -10 - 20
 
 
 @pytest.mark.parametrize(

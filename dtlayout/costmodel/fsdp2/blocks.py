@@ -6,11 +6,10 @@ Sizes are those of sizes.py, and liveness.py says when they come and go.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dtlayout.costmodel.fsdp2.liveness import Steps, walk_backward, walk_delayed
+from dtlayout.costmodel.fsdp2.liveness import BackwardWalk, Steps
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.tape import SizedEntry
-from dtlayout.models.tape import HIDDEN
 
 _A, _G, _L = MemoryKind.ACTIVATIONS, MemoryKind.GRADIENTS, MemoryKind.LOGITS
 
@@ -69,9 +68,8 @@ def backward_with_experts(
     """
     place = next(i for i, each in enumerate(size.tape) if each.kind == "dispatch") + 1
     come, come_of_experts = [_put_off if puts_off else each.come for each in weights]
-    last = walk_backward(size.tape[place:], come_of_experts, puts_off=puts_off)
-    has_gradient = {HIDDEN, *(name for each in size.tape[place:] for name in each.reads)}
-    first = walk_backward(size.tape[:place], come, has_gradient=has_gradient, puts_off=puts_off)
+    walk = BackwardWalk(puts_off=puts_off)
+    last, first = walk.over(size.tape[place:], come_of_experts), walk.over(size.tape[:place], come)
     return changes(*recomputed.steps, *last), changes(*first, (_A, size.block - recomputed.left - kept))
 
 
@@ -82,12 +80,12 @@ def _put_off(names: Iterable[str]) -> Steps:
 
 def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of a block's backward: from the gradient of its output, which is there before, to that of its input."""
-    return _play_backward(size, walk_backward(size.tape, weights.come), kept, recomputed)
+    return _play_backward(size, BackwardWalk().over(size.tape, weights.come), kept, recomputed)
 
 
 def input_backward(size: Sizes, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of the first part of a split backward, which leaves what the gradients of matmuls' weights are made of."""
-    return _play_backward(size, walk_backward(size.tape, lambda _: [], puts_off=True), kept, recomputed)
+    return _play_backward(size, BackwardWalk(puts_off=True).over(size.tape, _put_off), kept, recomputed)
 
 
 def _play_backward(size: Sizes, steps: Steps, kept: float, recomputed: Recomputed) -> Phase:
@@ -97,7 +95,9 @@ def _play_backward(size: Sizes, steps: Steps, kept: float, recomputed: Recompute
 
 def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:
     """Phase of the second part of a split backward: gradients of the block's weights, the first matmul's first."""
-    return changes(*walk_delayed(size.tape, weights.come))
+    first_part = BackwardWalk(puts_off=True)
+    first_part.over(size.tape, _put_off)
+    return changes(*first_part.finish(size.tape, weights.come))
 
 
 def head_forward(size: Sizes, end: Sequence[SizedEntry]) -> Phase:
@@ -126,7 +126,7 @@ def head_backward(size: Sizes, end: Sequence[SizedEntry], weights: WeightGradien
     else:
         read = size.norm_output if size.description.head.trains else 0.0
         to_input = [(_A, whole), *head, (_L, -size.logits), (_A, -read)]
-    return changes(*to_input, *walk_backward(end, weights.come, has_gradient=()))
+    return changes(*to_input, *BackwardWalk(has_gradient=()).over(end, weights.come))
 
 
 def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:

@@ -4,11 +4,10 @@ A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules 
 
 - A step makes the gradients of what it read; then those of what it made go, and what it alone had saved.
 - A tensor that several steps read has one gradient, to which later ones are added.
-- A residual passes its gradient on to both of its inputs, which share it until a norm's is added to it.
-- An adapter's sum passes its gradient on to both matmuls, which share it; it goes when the base's backward is over.
-- A sum over tp without sequence parallelism passes its gradient on; with it, it gathers one.
-- Gradients of weights come before the step's own tensors go, but a norm's come after.
-- A matmul without trained weights saves no input.
+- The terms of a sum have its gradient, in the same memory. It goes when the last of them has been used.
+- A gradient is added in place, unless somebody else still holds that memory.
+- Gradients of weights come before a step's own tensors go; steps that say so let go of these first.
+- A step without trained weights saves no input.
 - A matmul whose weights' gradients are put off holds what it read and the gradient of what it made.
 
 Left out: what a kernel allocates and frees inside one call.
@@ -26,14 +25,14 @@ Steps = list[tuple[MemoryKind, float]]
 
 
 def hold_until(tape: Sequence[SizedEntry], last: SizedEntry) -> float:
-    """Bytes held in forward when `last` is done: all that is saved until then, and all results of matmuls."""
+    """Bytes held in forward when `last` is done: all that is saved until then, and all results of linear layers."""
     held = dict[str, float]()
     for entry in tape[: tape.index(last) + 1]:
         held |= entry.saves
-        if entry is not last and (entry.kept_as == "matmuls" or entry.kind in ("add", "rescale")):
+        if entry.in_linear and entry is not last:
             held |= entry.makes
-        if entry.kind == "add":
-            held = {name: size for name, size in held.items() if name not in entry.reads}
+            if entry.shares_gradient:
+                held = {name: size for name, size in held.items() if name not in entry.reads}
     return sum(held.values())
 
 
@@ -46,76 +45,93 @@ def hold_at_end(entries: Iterable[SizedEntry]) -> float:
     for entry in entries:
         held |= entry.saves | entry.makes
         fullest = max(fullest, sum(held.values()) + entry.forward_work)
-        if entry.kind in ("add", "matmul"):
+        if entry.in_linear and entry.kind != "rescale":
             kept = (*entry.saves, *entry.saves_again)
             held = {name: size for name, size in held.items() if name not in entry.reads or name in kept}
     return fullest
 
 
-def walk_backward(
-    tape: Sequence[SizedEntry],
-    come: Callable[[Iterable[str]], Steps],
-    *,
-    has_gradient: Iterable[str] = (HIDDEN,),
-    puts_off: bool = False,
-) -> Steps:
-    """Changes of held bytes from the gradient of what the tape makes to that of what it reads.
+class BackwardWalk:
+    """Walk over a tape from its end, which counts how many tensors hold each gradient's memory."""
 
-    `come` gives the arrival of some weights' gradients, by their names. `has_gradient` names tensors that have one
-    already. With `puts_off` what the gradients of matmuls' weights are made of stays.
-    """
-    steps, known, delayed = Steps(), set(has_gradient), set[str]()
-    base_of, held_later = dict[str, str](), set[str]()  # results that an adapter's sum joined, which share a gradient
-    shared = 0.0  # the residual stream's gradient, where a matmul whose weights wait holds it too
-    for entry in reversed(tape):
-        if entry.kind == "residual":
-            continue
-        if entry.kind == "add":
-            base, *added = entry.reads
-            base_of |= dict.fromkeys(added, base)
-            continue
-        waits = puts_off and _has_delayed(entry)
-        if waits:
-            delayed.update(entry.saves, entry.saves_again)
-            shared += 0.0 if entry.used else sum(entry.makes.values())
-            held_later.update(base_of[name] for name in entry.makes if name in base_of)
-        stays = waits or any(name in base_of or name in held_later for name in entry.makes)
-        used = 0.0 if stays else entry.used
-        goes = sum([size for name, size in entry.saves.items() if name not in delayed]) if delayed else entry.saved
+    def __init__(self, *, has_gradient: Iterable[str] = (HIDDEN,), puts_off: bool = False):
+        """`has_gradient` names tensors that have one before the walk. `puts_off` makes it the first part of a split
+        backward, which keeps what the gradients of some weights are made of."""
+        self._puts_off = puts_off
+        self._holders = {name: [1] for name in has_gradient}
+        """Name of a tensor → number of tensors that hold its gradient, in a list that these have in common."""
+        self._delayed = set[str]()
+        """Saved tensors that stay for the second part."""
+
+    def over(self, tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Steps]) -> Steps:
+        """Changes of held bytes from the gradient of what the tape makes to that of what it reads.
+
+        `come` gives the arrival of some weights' gradients, by their names.
+        """
+        return [change for entry in reversed(tape) if entry.is_differentiated for change in self._step(entry, come)]
+
+    def _step(self, entry: SizedEntry, come: Callable[[Iterable[str]], Steps]) -> Steps:
+        if entry.shares_gradient:
+            self._share(entry)
+            return []
+        used = 0.0
+        if self._puts_off and _has_delayed(entry):
+            self._delayed.update(entry.saves, entry.saves_again)
+        else:
+            used = self._let_go(entry)
+        goes = sum([size for name, size in entry.saves.items() if name not in self._delayed])
         new, arriving = sum(entry.reads.values()), come(entry.weights)
-        if entry.kind == "norm" or not entry.weights:
-            steps += [(_A, entry.work), (_A, new - entry.work - used - goes), *arriving]
+        if entry.ends_first or not entry.weights:
+            steps = [(_A, entry.work), (_A, new - entry.work - used - goes), *arriving]
             goes = 0.0
         else:
             beside = entry.weight_work if arriving else 0.0
-            steps += [(_A, entry.work), (_A, new - entry.work + beside), *arriving, (_A, -used - beside)]
+            steps = [(_A, entry.work), (_A, new - entry.work + beside), *arriving, (_A, -used - beside)]
         for name, size in entry.reads.items():
-            if name == HIDDEN and name in known:
-                steps.append((_A, shared - size))
-                shared = 0.0
-            elif name in known:
-                steps += [(_A, size), (_A, -2 * size)] if entry.adds_apart else [(_A, -size)]
-            known.add(name)
-        if goes:
-            steps.append((_A, -goes))
-    return [*steps, (_A, shared)]
+            steps += self._add(name, size, apart=entry.adds_apart)
+        return [*steps, (_A, -goes)] if goes else steps
 
+    def _share(self, entry: SizedEntry) -> None:
+        """The terms of a sum hold the gradient of its result."""
+        (made,) = entry.makes
+        holders = self._holders.pop(made, [1])
+        holders[0] += len(entry.reads) - 1
+        self._holders |= dict.fromkeys(entry.reads, holders)
 
-def walk_delayed(tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Steps]) -> Steps:
-    """Changes of held bytes while the gradients of matmuls' weights come that were put off, the first matmul's first.
+    def _let_go(self, entry: SizedEntry) -> float:
+        """Bytes of the gradients of an entry's results that nobody holds any more."""
+        gone = 0.0
+        for name, size in entry.makes.items():
+            holders = self._holders.pop(name, [1])
+            holders[0] -= 1
+            gone += 0.0 if holders[0] else size
+        return gone
 
-    Gradients of norms and of adapters' vectors, of which nothing was put off, come before.
-    """
-    steps = come([name for entry in tape if entry.kind in ("norm", "rescale") for name in entry.weights])
-    saved = {name: size for entry in tape for name, size in entry.saves.items()}
-    for entry in tape:
-        if _has_delayed(entry):
+    def _add(self, name: str, size: float, *, apart: bool) -> Steps:
+        """A new gradient of a tensor is added to the one that it has."""
+        if name not in self._holders:
+            self._holders[name] = [1]
+            return []
+        if (holders := self._holders[name])[0] > 1:  # held by others too, so that the sum is a new tensor
+            holders[0] -= 1
+            self._holders[name] = [1]
+            return []
+        return [(_A, size), (_A, -2 * size)] if apart else [(_A, -size)]
+
+    def finish(self, tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Steps]) -> Steps:
+        """Changes of held bytes in the second part: the gradients that were put off, the first matmul's first.
+
+        Gradients of other weights, of which nothing was put off, come before.
+        """
+        steps = come([name for entry in tape if not entry.puts_off for name in entry.weights])
+        saved = {name: size for entry in tape for name, size in entry.saves.items()}
+        for entry in filter(_has_delayed, tape):
             read = sum([saved.pop(name, 0.0) for name in (*entry.saves, *entry.saves_again)])
             beside = entry.weight_work
-            steps += [(_A, beside), *come(entry.weights), (_A, -beside - read - sum(entry.makes.values()))]
-    return steps
+            steps += [(_A, beside), *come(entry.weights), (_A, -beside - read - self._let_go(entry))]
+        return steps
 
 
 def _has_delayed(entry: SizedEntry) -> bool:
-    """True for a matmul with trained weights, whose gradients a split backward puts off."""
-    return entry.kind == "matmul" and bool(entry.weights)
+    """True for an entry with trained weights whose gradients a split backward puts off."""
+    return entry.puts_off and bool(entry.weights)

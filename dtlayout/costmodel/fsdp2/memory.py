@@ -374,7 +374,7 @@ class _Stage:
             forward_only = [each for each in self.runs if not each.has_backward]
             frozen = sum(each.num_blocks * sharding.kept_gathered(unit) for each in forward_only for unit in each.units)
             frozen += sharding.kept_gathered(units.embedding)
-            yield changes((_A, -size.stream if runs else 0.0), (_P, -frozen if is_last else 0.0))
+            yield changes((_P, -frozen if is_last else 0.0))
             if not (runs or units.head or units.root):
                 yield changes((_B, -sharding.reduction(reduced) if reduces else 0.0))
                 reduced = None

@@ -244,7 +244,7 @@ class Sizes:
             return ()
         *_, norm = (entry for entry in self.end if entry.kind in ("norm", "scale"))
         saves = norm.saves if norm.kind == "norm" else dict([next(iter(norm.saves.items()))])  # no number for each row
-        norm = norm._replace(reads={}, saves=saves, weights=weights, work=norm.used)
+        norm = norm._replace(reads={}, saves=saves, weights=weights, work=sum(norm.makes.values()))
         return (norm, *(entry for entry in self.end if entry.kind == "gather"))
 
     @cached_property

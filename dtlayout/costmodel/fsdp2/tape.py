@@ -69,14 +69,22 @@ class SizedEntry(NamedTuple):
     """Held by its forward at the fullest, beside what it reads, makes and saves."""
     work: float
     """Held by its backward at the fullest, the new gradients included."""
-    used: float
-    """Gradients of its results that go when it is over; 0 where the residual stream shares them."""
     kept_as: Kept | None
     """Word of the recomputations that keep its results."""
     results: tuple[float, ...]
     """Bytes of each tensor that such a recomputation keeps."""
     adds_apart: bool
     """Whether two gradients of what it read are added in a third tensor."""
+    shares_gradient: bool = False
+    """Whether the tensors that it reads have the gradient of its result, in the same memory."""
+    puts_off: bool = False
+    """Whether a backward in two parts leaves the gradients of its weights to the second part."""
+    ends_first: bool = False
+    """Whether it lets go of its own tensors before the gradients of its weights come."""
+    in_linear: bool = False
+    """Whether it belongs to a linear layer, whose forward holds its result."""
+    is_differentiated: bool = True
+    """Whether it has a backward."""
     weight_work: float = 0.0
     """Held by its backward while its weights' gradients come, beside the new gradients."""
 
@@ -104,8 +112,6 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
     elements = {"compute": measures.compute, "cast": measures.cast, "exact": measures.exact, "index": measures.int64}
     ranks = {"stream": measures.stream_ranks, "branch": measures.tp, "whole": 1, "input": measures.input_ranks}
     scatters = measures.stream_ranks > 1
-    shared = _find_shared(tape, scatters=scatters)
-    without = {each.name for entry in tape if not entry.is_differentiated for each in entry.makes}
 
     def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
         return {each.name: elements[each.format] * each.width / ranks[each.spread] for each in tensors}
@@ -129,40 +135,12 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             weight, lookup = measures.weight * numel, measures.lookup * numel
             work = max(new, lookup) + weight
             forward_work = max(weight, weight + lookup - used)
-        if entry.kind == "residual" or (entry.kind == "sum" and not scatters) or not entry.is_differentiated:
-            reads, work = {}, 0.0  # pass their gradient on, or have none
-        if entry.kind == "add":
-            reads = {name: nbytes for name, nbytes in reads.items() if name not in without}
+        shares_gradient = entry.shares_gradient or (entry.kind == "sum" and not scatters)
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
-            entry.weights, forward_work, work, 0.0 if entry.makes[0].name in shared else used,
-            entry.kept_as, results, measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
-            sum(size(entry.weight_scratch).values()),
+            entry.weights, forward_work, work, entry.kept_as, results,
+            adds_apart=measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
+            shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
+            in_linear=entry.in_linear, is_differentiated=entry.is_differentiated,
+            weight_work=sum(size(entry.weight_scratch).values()),
         )  # fmt: skip
-
-
-def _find_shared(tape: Sequence[TapeEntry], *, scatters: bool) -> set[str]:
-    """Results whose gradient goes with no step: the residual stream's, to which a branch's end is added, or none.
-
-    Of a matmul whose result an adapter rescales it is the product's, and of both terms of an adapter's sum the sum's.
-    """
-    closing = {entry.makes[0].name for entry in tape if _closes_branch(entry, scatters=scatters)}
-    closing -= {each.name for entry in tape if entry.kind == "matmul" for each in entry.reads}  # an adapter's own
-    for entry in tape:
-        first = entry.reads[0].name if entry.reads else ""
-        if entry.kind == "rescale" and first in closing:
-            closing = closing - {first} | {entry.makes[0].name}
-        if entry.kind == "add":
-            names = {each.name for each in entry.reads}
-            closing = closing | names if first in closing else closing - names
-    return closing | {entry.makes[0].name for entry in tape if not entry.is_differentiated}
-
-
-def _closes_branch(entry: TapeEntry, *, scatters: bool) -> bool:
-    """True if the gradient of an entry's result is the residual stream's."""
-    if not entry.reads:
-        return False
-    read, made = entry.reads[0].spread, entry.makes[0].spread
-    if made == "stream":
-        return read != "stream" or entry.kind == "residual"
-    return (read, made) == ("branch", "whole") and not scatters
