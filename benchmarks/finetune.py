@@ -62,8 +62,8 @@ PROGRAMS = {
 }
 """Beginning of a program's name → how it is predicted. One rank has zero=3 too, so that a base is not held twice."""
 NOT_PREDICTED = {
-    "litgpt-resource-a100": "several GPUs hold 22 GB each of a 7B, at 1,304 tokens as at 5,216: a whole model, as while "
-    "it is loaded; one of the runs that ran out of memory is of this kind",
+    "litgpt-resource-a100": "several GPUs hold 22 GB each of a 7B, at 1,304 tokens as at 5,216: a whole model, as "
+    "while it is loaded; one of the runs that ran out of memory is of this kind",
     "qwen-profile": "4,096 more tokens take 5.6 GB, 4.5 times their bf16 logits, where a loss in fp32 is predicted to "
     "take 9; the run that is said not to fit has 8,192",
     "fsdpqlora-2x3090": "peaks are of reserved memory, with what the allocator keeps for later",
