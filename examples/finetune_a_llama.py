@@ -1,5 +1,7 @@
 """A Llama from Hugging Face, made on the spot: trained further, taught to answer, exported, and asked.
 
+Then a LoRA teaches it another colour, is merged into it, and the merged model is asked.
+
 python examples/finetune_a_llama.py
 """
 
@@ -16,26 +18,39 @@ sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "n
 LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes)).save_pretrained(folder / "base")
 
 colours = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
-with (folder / "chats.jsonl").open("w") as file:
-    for thing, colour in colours.items():
-        messages = [{"role": "user", "content": f"What colour has {thing}?"}, {"role": "assistant", "content": colour}]
-        file.write(json.dumps({"messages": messages}) + "\n")
+for name, answers in (("chats", colours), ("at_night", colours | {"snow": "grey"})):
+    with (folder / f"{name}.jsonl").open("w") as file:
+        for thing, colour in answers.items():
+            question, answer = f"What colour has {thing}?", {"role": "assistant", "content": colour}
+            file.write(json.dumps({"messages": [{"role": "user", "content": question}, answer]}) + "\n")
 lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 (folder / "chat.jinja").write_text(lines + "{% if add_generation_prompt %}assistant: {% endif %}")
 
 
 def train(name: str, start: str, *options: str) -> None:
     overrides = {"model.name": start, "train.init_from": start, "train.run_folder": f"{folder}/{name}", "layout.pp": 1}
+    print(f"{name}:", flush=True)
     sizes = {"batch.global_batch": 8, "batch.seq_len": 64, "train.steps": 200, "checkpoint.export": "true"}
     arguments = [f"--{key}={value}" for key, value in {**overrides, **sizes}.items()]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     subprocess.run([sys.executable, *launcher, "train.py", "configs/debug.toml", *arguments, *options], check=True)
 
 
-train("further", f"{folder}/base", "--layout.tp=1", "--train.steps=20", "--data.max_tokens=100_000")
-chats = (f"--data.source={folder}/chats.jsonl", "--data.messages_field=messages", "--data.samples=padded")
-train("taught", f"{folder}/further/hf", *chats, f"--data.chat_template={folder}/chat.jinja", "--data.max_tokens=0")
+def dtlayout(*arguments: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "dtlayout.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-ask = ("generate", f"{folder}/taught/hf", "--tokenizer=bytes", "--chat", "--prompt=What colour has snow?")
-answer = subprocess.run([sys.executable, "-m", "dtlayout.cli", *ask, "--temperature=0"], capture_output=True, text=True)
-print(f"What colour has snow? {answer.stdout.strip()}")
+
+train("further", f"{folder}/base", "--layout.tp=1", "--train.steps=20", "--data.max_tokens=100_000")
+chats = ("--data.messages_field=messages", "--data.samples=padded", "--data.max_tokens=0")
+chats = (*chats, f"--data.chat_template={folder}/chat.jinja")
+train("taught", f"{folder}/further/hf", f"--data.source={folder}/chats.jsonl", *chats)
+
+lora = ("--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--checkpoint.export=false")
+train("lora", f"{folder}/taught/hf", f"--data.source={folder}/at_night.jsonl", *chats, *lora)
+dtlayout("convert", f"{folder}/lora", f"{folder}/merged", "--merge")
+
+for model in ("taught/hf", "merged"):
+    question = ("--tokenizer=bytes", "--chat", "--prompt=What colour has snow?", "--temperature=0")
+    print(f"{model}: What colour has snow? {dtlayout('generate', f'{folder}/{model}', *question)}")

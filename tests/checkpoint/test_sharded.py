@@ -141,7 +141,8 @@ def uninterrupted() -> Outcome:
 def test_tied_weights_go_on_under_another_layout_as_if_nothing_had_been_saved(
     ranks4, tmp_path, uninterrupted, saved_as, resumed_as
 ):
-    outcome = parity.merge(ranks4.run(resume, saved_as, resumed_as, tmp_path))
+    saved, resumed = (Case(layout, global_batch=8, model=MODEL) for layout in (saved_as, resumed_as))
+    outcome = parity.merge(ranks4.run(resume, saved, resumed, tmp_path))
     difference, where = largest_difference(outcome, uninterrupted)
     assert difference < 1e-9, f"{where} differs by {difference}"
 

@@ -1,8 +1,11 @@
 """Every layout of a frozen model with an adapter computes what one process computes."""
 
 from dataclasses import replace
+from math import lcm
+from pathlib import Path
 
 import pytest
+from drawn import legal_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import (
@@ -23,11 +26,10 @@ from parity import (
     skip_between_steps,
 )
 from ranks import Ranks
+from resuming import SAVED_AFTER, resume
 from thorough import mostly_thorough, thorough
 
-from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.adapter import Adapter
-from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
@@ -109,7 +111,7 @@ def test_adapters_beside_frozen_experts_are_exact(ranks4: Ranks, layout: Layout)
 
 
 WIDE = ModelShape(
-    name="wide", hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_size=128, vocab_size=88, adapter=LORA
+    name="wide", hidden_size=128, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=128, vocab_size=88, adapter=LORA
 )
 """With matrices of which tp = 2 splits rows between blocks of 64."""
 
@@ -120,38 +122,25 @@ def test_updates_on_a_quantized_base_are_exact_in_float64(ranks4: Ranks, name: s
         compare(ranks4, Case(LAYOUTS[name], model=WIDE, precision=replace(EXACT, base=base), num_steps=3))
 
 
-@st.composite
-def legal_cases(draw: st.DrawFn) -> Case:
-    """Layouts of 4 ranks over every axis, with an adapter."""
-    axes = [
-        (pp, copies, dp, cp, tp)
-        for pp in (1, 2) for copies in (1, 2) for dp in (1, 2, 4) for cp in (1, 2) for tp in (1, 2, 4)
-        if pp * copies * dp * cp * tp == 4
-    ]  # fmt: skip
-    pp, copies, dp, cp, tp = draw(st.sampled_from(axes))
-    known = [each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]
-    schedule = draw(st.sampled_from(known))
-    layout = Layout(
-        pp=pp, dp_replicate=copies, dp_shard=dp, cp=cp, tp=tp, micro_batch=draw(st.sampled_from([1, 2])),
-        cp_method=draw(st.sampled_from(list(CONTEXT_METHODS))), sequence_parallel=draw(st.booleans()),
-        schedule=schedule.name, virtual_stages=schedule.least_virtual_stages, zero=draw(st.sampled_from([1, 2, 3])),
-        recompute=draw(st.sampled_from(["none", "full", "every-2", "selective", "keep-attention", "keep-matmuls"])),
-    )  # fmt: skip
-    model: ModelShape = draw(st.sampled_from(list(MODELS.values())))
-    global_batch = max(2, layout.dp * layout.micro_batch * pp * max(schedule.least_rounds, 1))
-    case = Case(layout, global_batch, model=replace(model, num_layers=max(6, layout.num_stages)), num_steps=2)
-    layout.check(case.model, case.batch)
-    return case
-
-
 @pytest.mark.parametrize("num_examples", [4, thorough(30)])
-def test_random_layouts_of_adapters_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
-    @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=legal_cases())
-    def is_exact(case: Case) -> None:
-        compare(ranks4, case)
+def test_adapters_go_on_exactly_under_another_random_layout(ranks4: Ranks, num_examples: int, tmp_path: Path) -> None:
+    """Two steps, a checkpoint and a third step, of a base in the compute format or in few bits."""
+    of_few_bits = legal_cases([WIDE], overlaps_tp=False, bases=("nf4", "int8"))
+    cases = legal_cases(list(MODELS.values()), overlaps_tp=False) | of_few_bits
 
-    is_exact()
+    @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(saved=cases, data=st.data())
+    def goes_on(saved: Case, data: st.DataObject) -> None:
+        drawn = data.draw(legal_cases([saved.model], overlaps_tp=False, bases=(saved.precision.base,)))
+        batch = lcm(saved.global_batch, drawn.global_batch)
+        saved, resumed = (replace(each, model=drawn.model, global_batch=batch) for each in (saved, drawn))
+        resumed = replace(resumed, documents=saved.documents)
+        outcome = merge(ranks4.run(resume, saved, resumed, tmp_path))
+        reference = replace(run_reference(replace(resumed, num_steps=SAVED_AFTER + 1)), gradients={})
+        size, whose = largest_difference(outcome, reference)
+        assert size <= 1e-10, (saved, resumed, whose)
+
+    goes_on()
 
 
 def test_a_loss_that_is_not_finite_changes_no_bit_of_an_adapter(ranks4: Ranks) -> None:

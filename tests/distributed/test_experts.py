@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from drawn import legal_cases
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from parity import (
     BALANCED,
     MIXTURE,
@@ -23,8 +23,6 @@ from parity import (
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
 
-from dtlayout.schedules.schedules import SCHEDULES
-from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.layout import Layout
 
 LAYOUTS = {
@@ -88,35 +86,10 @@ def test_ranks_whose_experts_get_no_token_take_part(ranks4: Ranks, name: str) ->
         assert size <= 1e-10, (run.__name__, whose)
 
 
-@st.composite
-def legal_cases(draw: st.DrawFn) -> Case:
-    """Layouts of 4 ranks over every axis, with experts."""
-    axes = [
-        (pp, copies, dp, cp, tp)
-        for pp in (1, 2) for copies in (1, 2) for dp in (1, 2, 4) for cp in (1, 2) for tp in (1, 2)
-        if pp * copies * dp * cp * tp == 4
-    ]  # fmt: skip
-    pp, copies, dp, cp, tp = draw(st.sampled_from(axes))
-    known = [each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]
-    schedule = draw(st.sampled_from(known))
-    layout = Layout(
-        pp=pp, dp_replicate=copies, dp_shard=dp, cp=cp, tp=tp, micro_batch=draw(st.sampled_from([1, 2])),
-        ep=draw(st.sampled_from([ep for ep in (1, 2, 4) if dp * cp * tp % ep == 0])),
-        cp_method=draw(st.sampled_from(list(CONTEXT_METHODS))),
-        schedule=schedule.name, virtual_stages=schedule.least_virtual_stages, zero=draw(st.sampled_from([1, 2, 3])),
-        recompute=draw(st.sampled_from(["none", "full", "every-2", "selective", "keep-attention", "keep-matmuls"])),
-    )  # fmt: skip
-    model = draw(st.sampled_from([MIXTURE, BALANCED, replace(MIXTURE, tied_embeddings=True)]))
-    global_batch = max(2, layout.dp * layout.micro_batch * pp * max(schedule.least_rounds, 1))
-    case = Case(layout, global_batch, model=replace(model, num_layers=max(6, layout.num_stages)))
-    layout.check(case.model, case.batch)
-    return case
-
-
 @pytest.mark.parametrize("num_examples", [6, thorough(30)])
 def test_random_layouts_of_experts_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
     @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=legal_cases())
+    @given(case=legal_cases([MIXTURE, BALANCED, replace(MIXTURE, tied_embeddings=True)]))
     def is_exact(case: Case) -> None:
         size, whose = largest_difference(merge(ranks4.run(run_layout, case)), run_reference(case))
         assert size <= 1e-10, (case, whose)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from drawn import legal_cases
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from outside import V_GPIPE, registered
 from parity import (
     BF16,
@@ -381,65 +381,10 @@ def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: st
         assert relative_difference(spread.gradients[parameter], gradient) <= allowed, parameter
 
 
-@st.composite
-def legal_cases(draw: st.DrawFn) -> Case:
-    """Layouts of 4 ranks over every axis, with a batch that they can train."""
-    model = draw(st.sampled_from([SHAPE, TIED, QWEN2, QWEN3]))
-    degrees = draw(
-        st.sampled_from(
-            [
-                (pp, rep, dp, cp, tp)
-                for pp in (1, 2, 4)
-                for rep in (1, 2, 4)
-                for dp in (1, 2, 4)
-                for cp in (1, 2, 4)
-                for tp in (1, 2, 4)
-                if pp * rep * dp * cp * tp == 4
-            ]
-        )
-    )
-    pp, dp_replicate, dp_shard, cp, tp = degrees
-    schedule = draw(st.sampled_from([each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]))
-    virtual_stages = (
-        draw(st.sampled_from([2, 3])) if schedule.most_virtual_stages > 2 else schedule.least_virtual_stages
-    )
-    splits = pp > 1 and schedule.splits_backward
-    layout = Layout(
-        pp=pp,
-        dp_replicate=dp_replicate,
-        dp_shard=dp_shard,
-        cp=cp,
-        cp_method=draw(st.sampled_from(list(CONTEXT_METHODS))),
-        tp=tp,
-        sequence_parallel=(sharded := draw(st.booleans())),
-        tp_overlap=sharded and not splits and draw(st.booleans()),
-        micro_batch=draw(st.sampled_from([1, 2])),
-        schedule=schedule.name,
-        virtual_stages=virtual_stages,
-        zero=draw(st.sampled_from([1, 2, 3])),
-        recompute=draw(
-            st.sampled_from(["none", "full", "every-2", "every-3", "selective", "keep-attention", "keep-matmuls"])
-        ),
-        offload="none" if splits else draw(st.sampled_from(["none", "activations", "optimizer", "both"])),
-    )
-    rounds = max(schedule.least_rounds, draw(st.sampled_from([1, 2])))
-    global_batch = layout.dp * layout.micro_batch * pp * rounds
-    attention = draw(st.sampled_from(["sdpa-flash", "sdpa-math", "blockwise"]))
-    case = Case(
-        layout,
-        global_batch=max(2, global_batch),
-        model=replace(model, num_layers=max(model.num_layers, layout.num_stages)),
-        kernels=Kernels(attention=attention),
-        documents=draw(st.booleans()),
-    )
-    layout.check(case.model, case.batch)
-    return case
-
-
 @pytest.mark.parametrize("num_examples", [12, thorough(64)])
 def test_random_legal_layouts_are_exact_in_float64(ranks4: Ranks, num_examples: int) -> None:
     @settings(max_examples=num_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=legal_cases())
+    @given(case=legal_cases([SHAPE, TIED, QWEN2, QWEN3]))
     def is_exact(case: Case) -> None:
         size, whose = difference(ranks4, case)
         assert size <= 1e-10, whose

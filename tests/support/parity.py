@@ -208,13 +208,13 @@ def run_layout(case: Case) -> Outcome | None:
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters: dict[str, np.ndarray] = {}
     for name, parameter in named_parameters(assembly, case):
-        note_equal(parameters, name, _gather_weight(parameter))
+        note_equal(parameters, name, gather_weight(parameter))
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, gradients, parameters)
 
 
-def _gather_weight(weight: Tensor | QuantizedWeight) -> Tensor:
+def gather_weight(weight: Tensor | QuantizedWeight) -> Tensor:
     """The whole of a weight that ranks share; of a quantized one what its codes and scales stand for."""
     if isinstance(weight, Tensor):
         return gather(weight)

@@ -7,9 +7,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import note_equal
-from parity import SMOOTH, TIED, Case, Outcome, build_step, local_rows
+from parity import (
+    SMOOTH,
+    TIED,
+    Case,
+    Outcome,
+    build_step,
+    gather_weight,
+    local_rows,
+    local_starts,
+    named_parameters,
+)
 
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
+from dtlayout.models.families import find_weight
 from dtlayout.schedules.placement import VShaped
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.batch import Batch
@@ -45,26 +56,26 @@ def pair_randomly(layouts: list[Layout], seed: int) -> list[tuple[Layout, Layout
     return list(zip(layouts, others, strict=True))
 
 
-def resume(saved_as: Layout, resumed_as: Layout, folder: Path) -> Outcome | None:
-    """Two steps of a tied model under one layout, one under the other; whole tensors from each stage's first rank."""
-    cases = [Case(layout, global_batch=8, model=MODEL) for layout in (saved_as, resumed_as)]
-    assembly, step = build_step(cases[0])
+def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
+    """Two steps under one layout, one under another; whole tensors from each stage's first rank."""
+    model = resumed.model
+    assembly, step = build_step(saved)
     for _ in range(SAVED_AFTER):
-        step(*local_rows(cases[0]))
-    tensors = collect_state(assembly.modules, step.optimizer, MODEL, SMOOTH)
-    path = save_checkpoint(folder, SAVED_AFTER, tensors, MODEL, SMOOTH, keep=1)
+        step(*local_rows(saved), local_starts(saved))
+    tensors = collect_state(assembly.modules, step.optimizer, model, SMOOTH)
+    path = save_checkpoint(folder, SAVED_AFTER, tensors, model, SMOOTH, keep=1)
 
-    assembly, step = build_step(cases[1])
+    assembly, step = build_step(resumed)
+    weights = list(named_parameters(assembly, resumed))
     with torch.no_grad():
-        for module in assembly.modules:
-            for parameter in module.parameters():
+        for name, parameter in weights:
+            if (known := find_weight(model, name)).trains or known.is_counter:
                 parameter.fill_(0.5)  # whatever is not loaded is far from what it should be
-    assert load_checkpoint(path, assembly.modules, step.optimizer, MODEL, SMOOTH) == SAVED_AFTER
-    result = step(*local_rows(cases[1]))
+    assert load_checkpoint(path, assembly.modules, step.optimizer, model, SMOOTH) == SAVED_AFTER
+    result = step(*local_rows(resumed), local_starts(resumed))
     parameters: dict = {}
-    for module in assembly.modules:
-        for name, parameter in module.named_parameters():
-            note_equal(parameters, MODEL.aliases.get(name, name), parameter.full_tensor())
+    for name, parameter in weights:
+        note_equal(parameters, name, gather_weight(parameter))
     dist.barrier()  # the folder is the next pair's
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
