@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_ranks import ADAMW, BATCH, FP32, merge, save, start_beside, update
 from codes import TAKES_CODES
-from hf_models import SIZES, open_made, save_made
+from hf_models import OF_BLOCKS, open_made, save_made
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from real_folders import save_words
 from safetensors.torch import load_file, save_file
@@ -229,8 +229,7 @@ def write_peft(folder: Path, base: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(("kind", "base"), [("LORA", "compute"), *(("IA3", "int8"), ("LORA", "nf4")) * TAKES_CODES])
 def test_every_layout_gets_the_bits_of_both_folders(ranks4, tmp_path, kind, base):
     torch.manual_seed(2)
-    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
-    made = LlamaForCausalLM(LlamaConfig(**sizes))
+    made = LlamaForCausalLM(LlamaConfig(**OF_BLOCKS))
     made.save_pretrained(tmp_path / "base")
     made.name_or_path = str(tmp_path / "base")
     names = ["k_proj", "down_proj"]

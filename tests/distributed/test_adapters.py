@@ -144,7 +144,9 @@ def test_adapters_go_on_exactly_under_another_random_layout(ranks4: Ranks, num_e
 
 
 def test_a_loss_that_is_not_finite_changes_no_bit_of_an_adapter(ranks4: Ranks) -> None:
-    assert ranks4.run(skip_between_steps, Case(LAYOUTS["pp and tp"], model=MODELS["lora"])) == [True] * 4
+    quantized = replace(EXACT, base="nf4")
+    for case in (Case(LAYOUTS["pp and tp"], model=MODELS["lora"]), Case(LAYOUTS["tp"], 0, WIDE, quantized)):
+        assert ranks4.run(skip_between_steps, case) == [True] * 4
 
 
 def formats_after_steps(case: Case) -> dict[str, str]:

@@ -37,6 +37,8 @@ MADE: dict[str, tuple[type, PretrainedConfig]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=6)),
 }
+OF_BLOCKS = SIZES | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+"""Sizes of which a quantized base has whole blocks, also where two ranks share them."""
 _ROUTED = SIZES | {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 _OF_QWEN = {"num_experts": 8, "moe_intermediate_size": 12, "head_dim": 6, "mlp_only_layers": [0]}
 MIXTURES: dict[str, tuple[type, PretrainedConfig]] = {

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import save_made
+from codes import needs_codes
+from hf_models import OF_BLOCKS, save_made
 from launching import read_lines
 from safetensors.torch import load_file, save_file
 from tiny import TinyFiles, write_tiny
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtlayout.checkpoint.manifest import find_checkpoint, read_manifest
 from dtlayout.checkpoint.reader import Reader
@@ -64,11 +66,13 @@ def train_here(arguments: list[str]) -> int:
     return code
 
 
-def test_a_resumed_run_ends_with_the_same_bits_and_saves_what_trains_alone(tmp_path, base):
-    files = write(tmp_path)
-    assert start(files, base, tmp_path / "whole") == 0
-    assert start(files, base, tmp_path / "parts", "--train.steps=2") == 0
-    assert start(files, base, tmp_path / "parts") == 0
+@pytest.mark.parametrize("stored", ["compute", pytest.param("nf4", marks=needs_codes)])
+def test_a_resumed_run_ends_with_the_same_bits_and_saves_what_trains_alone(tmp_path, stored):
+    files, said, base = write(tmp_path), f"--precision.base={stored}", tmp_path / "base"
+    LlamaForCausalLM(LlamaConfig(**OF_BLOCKS)).save_pretrained(base)
+    assert start(files, base, tmp_path / "whole", said) == 0
+    assert start(files, base, tmp_path / "parts", said, "--train.steps=2") == 0
+    assert start(files, base, tmp_path / "parts", said) == 0
     losses = [[line["loss"] for line in read_lines(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     whole, parts = (read_tensors(tmp_path / name) for name in ("whole", "parts"))
