@@ -410,7 +410,7 @@ def skip_between_steps(case: Case) -> bool:
     for is_poisoned in (False, True):
         assembly, step = build_step(case)
         tokens, targets = local_rows(case)
-        weights = [_to_local(parameter) for _, parameter in named_parameters(assembly, case)]
+        weights = [_to_local(parameter) for module in assembly.modules for parameter in module.parameters()]
         step(tokens, targets)
         if is_poisoned:
             place = weights[-1].view(-1)[:1]
