@@ -10,18 +10,14 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-import torch
-
+from benchmarks.pages.markdown import made_by, table
 from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.cli import main as dtlayout
 from dtlayout.sweep.results import Journal, TrialResult, sort_by_time
@@ -52,11 +48,16 @@ def calibrate(lab: Path) -> float:
     """Write the cluster file of this machine, unless it is there; how far off its probes are predicted."""
     said = lab.with_suffix(".json")
     if not said.exists():
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            if exit_code := dtlayout(["calibrate", "--ranks", str(RANKS), "--out", str(lab), "--json"]):
-                sys.exit(exit_code)
-        said.write_text(printed.getvalue())
+        said.write_text(run_command("calibrate", "--ranks", str(RANKS), "--out", str(lab), "--json"))
     return float(json.loads(said.read_text())["median_error"])
+
+
+def run_command(*arguments: str) -> str:
+    """Text that a command of dtlayout prints; the program ends with its exit code if it fails."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        if exit_code := dtlayout(arguments):
+            sys.exit(exit_code)
+    return printed.getvalue()
 
 
 def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
@@ -99,19 +100,18 @@ def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken:
     error, biased = median(abs(row.error) for row in rows), median(row.error for row in rows)
     return [
         "# Predictions after a calibration\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=calibration`: torch {torch.__version__}, "
-        f"{os.cpu_count()} CPU cores,",
-        f"{platform.machine()}, {RANKS} ranks, {len(repeats)} sweeps. Others had the processors for {taken:.0%} of the",
-        "time.\n",
+        f"{made_by('calibration')}, {RANKS} ranks, {len(repeats)} sweeps.",
+        f"Others had the processors for {taken:.0%} of the time.\n",
         f"- Steps of the probes, which the constants were fitted to: {probes_error:.1%} (median).",
         f"- **Steps of {len(rows)} layouts of a model that they have not seen: {error:.1%}** (median of the sizes;",
         f"  median with sign {biased:+.1%}); each is the median of its sweeps.",
         f"- **The layout that was predicted best is {chosen.step_s / best.step_s - 1:.1%} behind the best one**, which",
         f"  itself differs by {best.spread:.0%} between the sweeps.",
         f"- Between the sweeps the same layout differs by {median(row.spread for row in rows):.0%} (median).\n",
-        f"| layout | {' | '.join(f'sweep {i + 1}, s' for i in range(len(repeats)))} | predicted | error |",
-        f"|---|{'--:|' * (len(repeats) + 2)}",
-        *map(_describe, rows),
+        *table(
+            ["layout", *(f"sweep {i + 1}, s" for i in range(len(repeats))), "predicted", "error"],
+            [[row.name, *(f"{s:.3f}" for s in (*row.steps_s, row.predicted_s)), f"{row.error:+.0%}"] for row in rows],
+        ),
     ]
 
 
@@ -124,11 +124,6 @@ def join(repeats: Sequence[Sequence[TrialResult]]) -> Iterator[Row]:
         assert predicted and predicted.step_time_s, "it is calibrated"
         if len(steps_s) == len(repeats):
             yield Row(name, predicted.step_time_s, tuple(step_s for step_s in steps_s if step_s))
-
-
-def _describe(row: Row) -> str:
-    steps = " | ".join(f"{step_s:.3f}" for step_s in (*row.steps_s, row.predicted_s))
-    return f"| {row.name} | {steps} | {row.error:+.0%} |"
 
 
 if __name__ == "__main__":

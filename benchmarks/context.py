@@ -8,7 +8,6 @@ which the machine should have nothing else to do; --cluster takes a file that is
 """
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -25,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.calibration import run_command
+from benchmarks.pages.markdown import made_by
 from dtlayout.base.process import leave
-from dtlayout.cli import main as dtlayout
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
@@ -79,9 +78,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         cluster, measured = options.cluster or Path(folder, "lab.toml"), Path(folder, "measured.json")
         if not cluster.exists():
-            with contextlib.redirect_stdout(sys.stderr):
-                if exit_code := dtlayout(["calibrate", "--ranks", str(CP), "--out", str(cluster)]):
-                    return exit_code
+            print(run_command("calibrate", "--ranks", str(CP), "--out", str(cluster)), file=sys.stderr)
         load = os.getloadavg()[0]
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(CP))
         own = ("-m", "benchmarks.context", "--measured", str(measured), "--rounds", str(options.rounds))
@@ -171,8 +168,7 @@ def report(found: dict[str, Any], cluster: Path, rounds: int, load: float) -> li
     """Lines of the page."""
     lines = [
         "# Three ways to share a sequence\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=context`: torch {torch.__version__}, "
-        f"{os.cpu_count()} CPU cores for {CP} gloo ranks with a thread each,",
+        f"{made_by('context')} for {CP} gloo ranks with a thread each,",
         f"cp={CP}, a Llama of {MODEL.num_layers} layer, hidden {MODEL.hidden_size}, {MODEL.num_heads} heads, fp32, one "
         f"sequence a step. Medians of {rounds} alternating rounds. The machine",
         f"had a load of {load:.1f} before the first: what others do there makes steps longer. Predictions are the",

@@ -6,14 +6,15 @@ The study's best of each sweep (arXiv:2311.05610), and Llama-3.1 8B, Llama-2 70B
 each stage is run; the others of a stage hold the same but for shards that do not come out even.
 """
 
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from benchmarks.pages.markdown import made_by, table
+from dtlayout.base.formatting import GIB
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
 from dtlayout.dryrun.findings import Findings
@@ -26,8 +27,6 @@ from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -78,24 +77,19 @@ SUBJECTS = (
 
 def main() -> None:
     """Print the report."""
-    import torch
-
     print("# Dry runs against formulas\n")
-    print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. `make bench NAME=dryrun`\n")
+    print(f"{made_by('dryrun')}.\n")
     print(
         "Peaks of the first rank of each stage, in GiB. Of the components that make it up, the one whose formula is\n"
         "furthest off, as a share of the peak. Steps are priced with the cluster's constants, from what the dry run\n"
         "did and by the cost model. The last column is the dry run's own time, as many ranks at once as cores.\n"
     )
     names = "model|sequence|layout|stage|dry run|predicted|difference|components|step, dry|step, predicted|ran for"
-    print(f"| {' | '.join(names.split('|'))} |")
-    print("|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for subject in SUBJECTS:
-        for line in rehearse(subject):
-            print(line, flush=True)
+    for line in table(names.split("|"), chain.from_iterable(map(rehearse, SUBJECTS)), num_words=3):
+        print(line, flush=True)
 
 
-def rehearse(subject: Subject) -> Iterator[str]:
+def rehearse(subject: Subject) -> Iterator[list[str]]:
     """A row for each stage."""
     config, layout, gpu = subject.config, subject.layout, find_gpu(subject.gpu)
     estimate = predict(config, layout, gpu)
@@ -114,7 +108,7 @@ def rehearse(subject: Subject) -> Iterator[str]:
     for stage, report in enumerate(reports):
         step = [f"{findings.time.total:.2f} s", f"{estimate.step_time_s:.2f} s", seconds]
         cells = [subject.model, f"{subject.seq_len:,}", str(layout), str(stage), *_compare(findings, report)]
-        yield f"| {' | '.join(cells + (step if stage == 0 else ['', '', '']))} |"
+        yield cells + (step if stage == 0 else ["", "", ""])
 
 
 def _compare(findings: Findings, report: RankReport) -> list[str]:
@@ -122,7 +116,7 @@ def _compare(findings: Findings, report: RankReport) -> list[str]:
     components = findings.components(report)
     dry, predicted = components.pop("peak")
     worst = max((formula - found for found, formula in components.values()), key=abs)
-    return [f"{dry / _GIB:.3f}", f"{predicted / _GIB:.3f}", f"{predicted / dry - 1:+.2%}", f"{worst / dry:+.2%}"]
+    return [f"{dry / GIB:.3f}", f"{predicted / GIB:.3f}", f"{predicted / dry - 1:+.2%}", f"{worst / dry:+.2%}"]
 
 
 if __name__ == "__main__":

@@ -8,15 +8,16 @@ open is assumed there. A quantized base of 4 bits is nf4, whatever library store
 """
 
 import argparse
-import csv
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from benchmarks.pages.markdown import table
 from dtlayout.base.errors import DtlayoutError
 from dtlayout.costmodel.engine import find_engine_on
 from dtlayout.costmodel.estimate import Estimate, Estimator
@@ -29,6 +30,7 @@ from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import AdamW
+from dtlayout.validation.tables import open_table
 
 Row = Mapping[str, str]
 EAGER = Kernels(attention="sdpa-flash", norm="eager", rope="eager", swiglu="eager", loss="torch")
@@ -183,7 +185,7 @@ def _find_layout(row: Row, guess: ProgramGuess) -> Layout:
 
 def compare(rows: Iterable[Row]) -> tuple[list[Compared], dict[str, int]]:
     """Rows beside their predictions, and why others are not: reason → their number."""
-    compared, left_out = list[Compared](), dict[str, int]()
+    compared, left_out = list[Compared](), Counter[str]()
     for row in rows:
         reason = LEFT_OUT.get((row["table"], row["row"]))
         try:
@@ -192,7 +194,7 @@ def compare(rows: Iterable[Row]) -> tuple[list[Compared], dict[str, int]]:
                 continue
         except (DtlayoutError, KeyError) as error:
             reason = f"{row['table']}: {error}"
-        left_out[reason] = left_out.get(reason, 0) + 1
+        left_out[reason] += 1
     return compared, left_out
 
 
@@ -208,14 +210,13 @@ def describe(compared: list[Compared], left_out: Mapping[str, int]) -> Iterator[
     yield "Written by `make bench NAME=finetune TABLES=FILE`. No constant was fitted to a run that trains an adapter."
     yield "Errors are medians of |predicted / measured - 1|, with the number of rows that were measured."
     yield ""
-    yield "| table | method | peak is | peak | speed |"
-    yield "|---|---|---|--:|--:|"
+    lines = []
     for group in dict.fromkeys(each.group for each in compared):
         own = [each for each in compared if each.group == group]
         kinds = ", ".join(dict.fromkeys(each.row["memory_kind"] for each in own if each.row["peak_memory_gb"]))
         peak, speed = _median(each.peak_error for each in own), _median(each.speed_error for each in own)
-        yield f"| {group[0]} | {group[1]} | {kinds} | {peak} | {speed} |"
-    yield ""
+        lines.append([*group, kinds, peak, speed])
+    yield from (*table(["table", "method", "peak is", "peak", "speed"], lines, num_words=3), "")
     for kind in ("allocated", "reserved", "unknown"):
         of_kind = [each.peak_error for each in compared if each.row["memory_kind"] == kind]
         yield f"- Peaks of {kind} memory: {_median(of_kind)}"
@@ -225,28 +226,28 @@ def describe(compared: list[Compared], left_out: Mapping[str, int]) -> Iterator[
     yield f"- Said not to fit, and ran: {sum(not each.estimate.fits for each in ran)} of {len(ran)}"
     yield f"- Ran out of memory, and said not to fit: {sum(not each.estimate.fits for each in oom)} of {len(oom)}"
     yield ""
-    yield "| program | predicted as | recomputation where a table names none |"
-    yield "|---|---|---|"
-    for name, guess in PROGRAMS.items():
-        kernels = "its usual kernels" if guess.kernels is None else ", ".join(map(str, vars(guess.kernels).values()))
-        yield f"| {name} | {guess.engine}: {kernels} | {guess.recompute} |"
-    yield ""
-    yield from (f"- What {table} holds: {what}." for table, what in NOT_PREDICTED.items())
-    yield ""
-    yield "| table | row | model | method | GPUs | tokens | peak, GB | measured | tokens/s/GPU | measured |"
-    yield "|---|--:|---|---|---|--:|--:|--:|--:|--:|"
-    for each in compared:
-        row, tokens = each.row, _count(each.row, "micro_batch") * _count(each.row, "seq_len")
-        rate = _round_batch(row) * _count(row, "seq_len") / each.estimate.step_time_s / _count(row, "gpus")
-        peak = row["peak_memory_gb"] or ("oom" if row["status"] == "oom" else "")
-        gpus = f"{row['gpus']} x {row['gpu']}"
-        yield (
-            f"| {row['table']} | {row['row']} | {row['model']} | {row['method']} | {gpus} | {tokens:,} "
-            f"| {each.estimate.peak_bytes / 1e9:.1f} | {peak} | {rate:,.0f} | {row['tokens_per_s_gpu']} |"
-        )
-    yield ""
+    heading = ["program", "predicted as", "recomputation where a table names none"]
+    guesses = [[name, f"{guess.engine}: {_name_kernels(guess)}", guess.recompute] for name, guess in PROGRAMS.items()]
+    yield from (*table(heading, guesses, num_words=3), "")
+    yield from (*(f"- What {name} holds: {what}." for name, what in NOT_PREDICTED.items()), "")
+    heading = ["table", "row", "model", "method", "GPUs", "tokens", "peak, GB", "measured", "tokens/s/GPU", "measured"]
+    yield from (*table(heading, map(_list_cells, compared), num_words=5), "")
     for reason, number in left_out.items():
         yield f"- left out: {number}, {reason}"
+
+
+def _name_kernels(guess: ProgramGuess) -> str:
+    return ", ".join(map(str, vars(guess.kernels).values())) if guess.kernels else "its usual kernels"
+
+
+def _list_cells(each: Compared) -> list[str]:
+    row, tokens = each.row, _count(each.row, "micro_batch") * _count(each.row, "seq_len")
+    rate = _round_batch(row) * _count(row, "seq_len") / each.estimate.step_time_s / _count(row, "gpus")
+    peak = row["peak_memory_gb"] or ("oom" if row["status"] == "oom" else "")
+    return [
+        row["table"], row["row"], row["model"], row["method"], f"{row['gpus']} x {row['gpu']}", f"{tokens:,}",
+        f"{each.estimate.peak_bytes / 1e9:.1f}", peak, f"{rate:,.0f}", row["tokens_per_s_gpu"],
+    ]  # fmt: skip
 
 
 def main() -> int:
@@ -254,9 +255,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="a CSV file of fine-tuning runs")
     options = parser.parse_args()
-    with options.table.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    print("\n".join(describe(*compare(rows))))
+    with open_table(options.table) as reader:
+        print("\n".join(describe(*compare(reader))))
     return 0
 
 

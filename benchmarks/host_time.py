@@ -8,12 +8,9 @@ nothing; what one layer adds is the difference between a deep model and a shallo
 time than the host needs to start them, so that the figures are the host's there too.
 """
 
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timezone
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from benchmarks.pages.markdown import made_by
 from dtlayout.dryrun.world import fake_world
 from dtlayout.plans.plan import TensorStyle
 from dtlayout.plans.styles import STYLES
@@ -101,10 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     print("# The host's time for a layer\n")
-    print(
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
-        f"{platform.machine()}, {device_type}. `make bench NAME=host_time`\n"
-    )
+    print(f"{made_by('host_time')}, {device_type}.\n")
     print(
         f"Milliseconds of the processor for one layer of one microbatch, forward and backward: what\n"
         f"{NUM_LAYERS[1] - NUM_LAYERS[0]} more layers add to the fastest of {NUM_STEPS} steps of {NUM_MICROBATCHES} "

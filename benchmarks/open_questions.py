@@ -8,7 +8,6 @@ programs, formats and models that nothing predicts. A factor is the speed of the
 """
 
 import argparse
-import csv
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from dtlayout.report.findings import find_pairs
 from dtlayout.report.questions import Question
 from dtlayout.spec.cluster import gpu_named
 from dtlayout.validation.predict import predict
-from dtlayout.validation.tables import read_tables
+from dtlayout.validation.tables import open_table, read_tables
 
 Row = dict[str, str]
 """A line of a table, column → cell; empty where the source does not say."""
@@ -56,8 +55,8 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     """All rows whose speed is known, all with tokens a second and GPU."""
     rows = []
     for path in paths:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
+        with open_table(path) as reader:
+            for row in reader:
                 if not row.get("tokens_per_s_gpu") and row["step_time_s"]:
                     tokens = float(row["global_batch"]) * float(row["seq_len"])
                     row["tokens_per_s_gpu"] = str(tokens / float(row["step_time_s"]) / float(row["gpus"]))

@@ -7,8 +7,6 @@ The rank that is predicted to hold most is run, by an excerpt of its step.
 """
 
 import argparse
-import os
-import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +14,7 @@ from random import Random
 from typing import NamedTuple
 
 from benchmarks.dryrun import Subject as Rehearsal
+from benchmarks.pages.markdown import made_by, table
 from dtlayout.base.formatting import GIB, plural
 from dtlayout.config.config import Config
 from dtlayout.costmodel.scenario import find_refusals
@@ -67,15 +66,15 @@ class Row(NamedTuple):
     peak_bytes: int
     subject: Subject
 
-    def __str__(self) -> str:
-        """The comparison as a row of Markdown."""
+    @property
+    def cells(self) -> list[str]:
+        """Cells of the comparison in the page's table."""
         config, layout = self.subject.config, self.subject.layout
-        cells = [
+        return [
             str(layout), str(self.subject.rank), str(config.model.num_layers), f"{config.model.vocab_size:,}",
             config.precision.reduce, str(layout.num_microbatches(config.batch)), f"{self.peak_bytes / GIB:.3f}",
             f"{self.difference:+.2%}",
         ]  # fmt: skip
-        return f"| {' | '.join(cells)} |"
 
 
 def compare(runs: Iterable[tuple[Config, Layout]]) -> list[Row]:
@@ -98,21 +97,17 @@ def compare(runs: Iterable[tuple[Config, Layout]]) -> list[Row]:
 
 def main() -> None:
     """Print the report."""
-    import torch
-
     parser = argparse.ArgumentParser(prog="benchmarks.peaks")
     parser.add_argument("--seed", type=int, default=1, help="of the layouts")
     parser.add_argument("--layouts", type=int, default=40, help="how many")
     options = parser.parse_args()
     rows = compare(islice(draw_layouts(Random(options.seed)), options.layouts))
     close = sum(abs(row.difference) <= _CLOSE for row in rows)
-    asked = f'`make bench NAME=peaks ARGS="--seed {options.seed} --layouts {options.layouts}"`'
     print("# Formulas of peaks against dry runs of random layouts\n")
-    print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. {asked}\n")
+    print(f"{made_by('peaks', f'--seed {options.seed} --layouts {options.layouts}')}.\n")
     print(f"Of {plural(len(rows), 'layout')} {close} are within {_CLOSE:.1%}. The others, or the worst five:\n")
-    print("| layout | rank | blocks | vocabulary | reduce | microbatches | dry run, GiB | difference |")
-    print("|---|--:|--:|--:|---|--:|--:|--:|")
-    print(*rows[: max(5, len(rows) - close)], sep="\n")
+    heading = ["layout", "rank", "blocks", "vocabulary", "reduce", "microbatches", "dry run, GiB", "difference"]
+    print(*table(heading, [row.cells for row in rows[: max(5, len(rows) - close)]]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ machine drift; a time is the median of its rounds over that of `none`.
 """
 
 import os
-import platform
 import statistics
 from collections import defaultdict
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.predict import predict
 from benchmarks.gpu.training import measure_training
+from benchmarks.pages.markdown import made_by, table
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
@@ -46,20 +45,17 @@ def main() -> None:
     dist.destroy_process_group()
 
     print("# Recomputation: what it saves and what it costs\n")
-    print(
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
-        f"{platform.machine()}."
-    )
-    print("\n`make bench NAME=recompute`: peaks are what the storage tracker counts.")
+    print(f"{made_by('recompute')}. Peaks are what the storage tracker counts.")
     print(f"{HERE.subject}, sequence {HERE.seq_len}, bf16, {NUM_ROUNDS} rounds:\n")
-    print("| recompute | peak, MiB | predicted | saved, MiB | step, s | over none |")
-    print("|---|--:|--:|--:|--:|--:|")
-    base_s = statistics.median(steps_s["none"])
+    rows, base_s = [], statistics.median(steps_s["none"])
     for kind in KINDS:
         expected = predict(replace(HERE, recompute=kind), find_gpu("cpu")).peak_bytes / 2**20
         peak, step_s = peaks[kind] / 2**20, statistics.median(steps_s[kind])
         saved = peaks["none"] / 2**20 - peak
-        print(f"| {kind} | {peak:.0f} | {expected:.0f} | {saved:.0f} | {step_s:.2f} | {step_s / base_s - 1:+.1%} |")
+        numbers = f"{peak:.0f}", f"{expected:.0f}", f"{saved:.0f}", f"{step_s:.2f}", f"{step_s / base_s - 1:+.1%}"
+        rows.append([kind, *numbers])
+    heading = ["recompute", "peak, MiB", "predicted", "saved, MiB", "step, s", "over none"]
+    print(*table(heading, rows), sep="\n")
 
     print(f"\nPredicted for {THERE.subject}, sequence {THERE.seq_len}, on one {THERE_GPU} (uncalibrated):\n")
     print("| recompute | peak, GiB | saved, GiB | over none |")

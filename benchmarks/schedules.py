@@ -6,7 +6,6 @@ it does not say is taken as `ASSUMED` says.
 """
 
 import argparse
-import csv
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, gpu_named
 from dtlayout.validation.columns import COLUMNS, WHERE_NO_COLUMN, Cells
 from dtlayout.validation.row_parsing import to_kernels, to_layout, to_model
+from dtlayout.validation.tables import open_table
 
 ASSUMED = {"micro_batch": "1", "recompute": "none", "kernel": "flash2+rmsnorm", "zero": "1"}
 """Column → value of rows that do not say it."""
@@ -45,8 +45,8 @@ def read_groups(paths: Sequence[Path]) -> Iterator[list[Cells]]:
     """Rows that differ in their schedule alone, of which the first has 1F1B."""
     groups: dict[tuple[Any, ...], list[Cells]] = defaultdict(list)
     for path in paths:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            for row in csv.DictReader(file):
+        with open_table(path) as reader:
+            for row in reader:
                 if row.get("schedule"):
                     texts = WHERE_NO_COLUMN | row | {name: text for name, text in ASSUMED.items() if not row[name]}
                     cells = {name: read(texts.get(name, "")) for name, read in COLUMNS.items()} | {"assumed": ()}

@@ -8,8 +8,6 @@ everything, and goes on with what is there. It needs root.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -17,14 +15,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.calibration import run_trials
-from dtlayout.cli import main as dtlayout
+from benchmarks.calibration import run_command, run_trials
+from benchmarks.pages.markdown import made_by, table
 from dtlayout.config.loading import load_config
 from dtlayout.sweep.results import TrialResult
 from dtlayout.sweep.spec import Sweep, read_sweep
@@ -61,9 +56,7 @@ def calibrate(sweep: Sweep, hosts: Path) -> None:
     measured = hosts.with_name("measured.json")
     start = sweep.launch.partition(" -- ")[0].format(python=sys.executable).split()
     subprocess.run([*start, "--", "-m", "dtlayout.calibrate.ranks", str(measured)], stdout=sys.stderr, check=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        if exit_code := dtlayout(["calibrate", "--measured", str(measured), "--out", str(hosts)]):
-            sys.exit(exit_code)
+    print(run_command("calibrate", "--measured", str(measured), "--out", str(hosts)), file=sys.stderr)
 
 
 def ask(sweep: Sweep, hosts: Path, choice: str) -> dict[str, Any]:
@@ -74,10 +67,7 @@ def ask(sweep: Sweep, hosts: Path, choice: str) -> dict[str, Any]:
     command += ["--seq-len", str(trained.batch.seq_len), "--global-batch", str(trained.batch.global_batch)]
     command += ["--precision", f"compute={trained.precision.compute}"]
     command += ["--fix", f"micro_batch={trained.layout.micro_batch}"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        if exit_code := dtlayout(command):
-            sys.exit(exit_code)
-    return json.loads(said.getvalue())["why_not"]
+    return json.loads(run_command(*command))["why_not"]
 
 
 def report(
@@ -88,16 +78,16 @@ def report(
     rows = [(result, alone[result.name]) for result in across if result.name in alone]
     return [
         "# tp inside a host against tp across hosts\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=two_hosts`: torch {torch.__version__}, "
-        f"{os.cpu_count()} CPU cores.",
+        f"{made_by('two_hosts')}.",
         f"`{sweep.launch.partition(' -p')[0]}`: two hosts of two ranks each, and the link between them;",
         f"`{SWEEP}`.\n",
         "## What `recommend` says of the calibrated hosts, before anything runs\n",
         *(_say(choice, said) for choice, said in beforehand.items()),
         "\n## What ran\n",
-        "| layout | step, s | between quartiles | predicted | on one host, s | what two hosts cost |",
-        "|---|--:|--:|--:|--:|--:|",
-        *(_compare(apart, together) for apart, together in rows),
+        *table(
+            ["layout", "step, s", "between quartiles", "predicted", "on one host, s", "what two hosts cost"],
+            [_compare(apart, together) for apart, together in rows],
+        ),
     ]
 
 
@@ -106,14 +96,13 @@ def _say(choice: str, said: dict[str, Any]) -> str:
     return f"- **{choice}**: {best['step_time_s']:.2f} s a step at best. {'; '.join(said['problems'])}."
 
 
-def _compare(apart: TrialResult, together: TrialResult) -> str:
+def _compare(apart: TrialResult, together: TrialResult) -> list[str]:
     across, inside = apart.measured, together.measured
     assert across.step_time_s and inside.step_time_s, "only what ran is compared"
     predicted = apart.run and apart.run.predicted
     assert predicted and predicted.step_time_s, "the hosts are calibrated"
     steps = [across.step_time_s, across.step_time_spread_s or 0.0, predicted.step_time_s, inside.step_time_s]
-    cells = " | ".join(f"{step:.2f}" for step in steps)
-    return f"| {apart.name} | {cells} | ×{across.step_time_s / inside.step_time_s:.2f} |"
+    return [apart.name, *(f"{step:.2f}" for step in steps), f"×{across.step_time_s / inside.step_time_s:.2f}"]
 
 
 if __name__ == "__main__":

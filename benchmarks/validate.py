@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.pages.markdown import table
 from dtlayout.base import toml
 from dtlayout.base.formatting import find_version
 from dtlayout.costmodel.engine import ANY_GPU
@@ -135,14 +136,6 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     yield from _report_worst(rows)
 
 
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> Iterator[str]:
-    """A table of Markdown, whose first columns are words and the others numbers."""
-    yield f"| {' | '.join(heading)} |"
-    yield f"|{'---|' * num_words}{'--:|' * (len(heading) - num_words)}"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""
-
-
 def _percent(value: float | None, sign: str = "") -> str:
     return "–" if value is None else f"{100 * value:{sign}.1f} %"
 
@@ -164,7 +157,7 @@ def _report_groups(rows: Rows) -> Iterator[str]:
             if fitted.rows:
                 cells = [*key, str(fitted.rows), _percent(fitted.signed, "+"), _percent(fitted.absolute)]
                 lines.append([*cells, *_left_out_cells(models), *_left_out_cells(gpus), _percent(none.absolute)])
-        yield from _table(heading, lines, num_words=4)
+        yield from (*table(heading, lines, num_words=4), "")
 
 
 def _choose(key: tuple[str, ...], groups: Mapping[tuple[str, ...], list[Prediction]]) -> list[Prediction]:
@@ -213,7 +206,7 @@ def _report_files(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
             if 1 < len(parts) <= _MOST_LINES:
                 lines += [[f"{title}{part}", str(len(each)), *_show(score(each))] for part, each in parts.items()]
         yield f"## {name}\n"
-        yield from _table(["", "rows", *SCORES], lines)
+        yield from (*table(["", "rows", *SCORES], lines), "")
         if name in REFERENCES:
             yield "*Reference*: a sketch with fitted physical constants, on rows that it was fitted to.\n"
 
@@ -237,7 +230,7 @@ def _report_constants(runs: Sequence[Run]) -> Iterator[str]:
             value = f"{getattr(engine.constants, parameter.name):.4g}"
             lines.append([name, parameter.gpu, parameter.name, at_bound, value])
     yield "## Fitted constants\n"
-    yield from _table(["engine", "GPU type", "constant", "", "value"], lines, num_words=4)
+    yield from (*table(["engine", "GPU type", "constant", "", "value"], lines, num_words=4), "")
 
 
 def _report_unpredicted(files: Mapping[str, Tables]) -> Iterator[str]:
@@ -249,7 +242,7 @@ def _report_unpredicted(files: Mapping[str, Tables]) -> Iterator[str]:
     yield "Each under all of its reasons.\n"
     lines = [[name, reason, str(count)] for (name, reason), count in reasons.most_common()]
     whole = [[name, "any", str(len(tables.unpredicted))] for name, tables in files.items()]
-    yield from _table(["table", "reason", "rows"], [*whole, *lines], num_words=2)
+    yield from (*table(["table", "reason", "rows"], [*whole, *lines], num_words=2), "")
 
 
 def _report_orders(predictions: Sequence[Prediction]) -> Iterator[str]:
@@ -261,7 +254,7 @@ def _report_orders(predictions: Sequence[Prediction]) -> Iterator[str]:
          _percent(order["right"] / order["pairs"] if order["pairs"] else None)]
         for order in count_orders(predictions)
     ]  # fmt: skip
-    yield from _table(["engine", "at least", "pairs", "in that order"], lines)
+    yield from (*table(["engine", "at least", "pairs", "in that order"], lines), "")
 
 
 def _report_worst(rows: Rows) -> Iterator[str]:
@@ -279,7 +272,7 @@ def _report_worst(rows: Rows) -> Iterator[str]:
             for name, (error, p) in named.items()
         ]  # fmt: skip
         yield f"## Worst {len(lines)} rows of {len(found)}: {quantity}\n"
-        yield from _table(["row", "engine", "model", "GPUs", "layout", "why", "error"], lines, num_words=6)
+        yield from (*table(["row", "engine", "model", "GPUs", "layout", "why", "error"], lines, num_words=6), "")
 
 
 def explain_row(name: str, reasons: Mapping[str, str]) -> str:
@@ -301,7 +294,7 @@ def report_ablations(runs: Sequence[Run]) -> Iterator[str]:
         for found in ablate(group, fitted.engines, tell):
             lost = _show(found.scores)
             lines.append([found.gpu, found.constant, *(lost[list(SCORES).index(each)] for each in shown)])
-    yield from _table(["", "constant", *shown], lines, num_words=2)
+    yield from (*table(["", "constant", *shown], lines, num_words=2), "")
 
 
 if __name__ == "__main__":

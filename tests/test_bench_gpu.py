@@ -461,7 +461,7 @@ def test_rows_from_elsewhere_become_a_page_with_constants(tmp_path: Path, capsys
     assert Measured.read(path.with_name(f"{path.stem}-measured.json")) == make_measured()
     achieved = dict(load_cluster(path.with_suffix(".toml")).gpu.achieved)
     assert achieved["layer_host_tp_s"] == 4e-3 and achieved["matmul_efficiency"] == pytest.approx(700 / 989, rel=0.01)
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"{path.stem}-mfu.png", f"{path.stem}-predicted.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"{path.stem}-{name}.png" for name in report.PICTURES}
 
 
 def test_constants_bring_predictions_nearer_to_what_was_measured() -> None:

@@ -9,18 +9,16 @@ which there are no events stays on it (`page`).
 """
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-
 from benchmarks.faults import breaks, flips, full_disk, kills, layouts, leases, limits, signals, writes
 from benchmarks.faults.events import Amounts, Event, EventsFile, Kind
 from benchmarks.faults.page import HEAD, Page
+from benchmarks.pages.markdown import made_by, table
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -79,8 +77,7 @@ def report(amounts: Amounts, events: Sequence[Event], before: Page) -> list[str]
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     lines = [
         "# Faults, and what was left of runs after them\n",
-        f"{today}, `make bench NAME=faults`: torch {torch.__version__}, {os.cpu_count()} CPU cores, small models on "
-        "gloo.",
+        f"{made_by('faults')}, small models on gloo.",
         "Survived is what kept the promise beside it; bits are all losses of a run and hashes of its last checkpoint's",
         "tensors.\n",
         HEAD,
@@ -154,16 +151,14 @@ def describe_signals(own: Sequence[Event]) -> list[str]:
 
 def describe_breaks(own: Sequence[Event]) -> list[str]:
     """A table of the planted faults and the tests that notice them."""
-    rows = [
-        f"| {event.what} | {', '.join(f'`{name}`' for name in event.facts['failed'])} |" for event in own if event.count
-    ]
-    return ["## Planted breaks\n", "| break | tests that fail |", "|---|---|", *rows]
+    rows = [[event.what, ", ".join(f"`{name}`" for name in event.facts["failed"])] for event in own if event.count]
+    return ["## Planted breaks\n", *table(["break", "tests that fail"], rows, num_words=2)]
 
 
 def describe_clocks(own: Sequence[Event]) -> list[str]:
     """For how long each lease was looked at."""
-    rows = [f"| {event.what} | {event.facts['waited_s']:.0f} |" for event in own]
-    return ["## Clocks\n", "| the lease's clock | until it was refused or taken over, s |", "|---|--:|", *rows]
+    rows = [[event.what, f"{event.facts['waited_s']:.0f}"] for event in own]
+    return ["## Clocks\n", *table(["the lease's clock", "until it was refused or taken over, s"], rows)]
 
 
 DETAILS = {"kills": describe_kills, "signals": describe_signals, "breaks": describe_breaks, "clocks": describe_clocks}

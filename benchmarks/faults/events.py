@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base.files import append_line, read_lines
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -57,10 +59,8 @@ class EventsFile:
 
     def read(self) -> list[Event]:
         """All of them but one that a kill has cut."""
-        lines = self.path.read_text("utf-8").splitlines(keepends=True) if self.path.exists() else []
-        return [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
+        return [Event(**json.loads(line)) for line in read_lines(self.path)] if self.path.exists() else []
 
     def append(self, event: Event) -> None:
         """Add one."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
+        append_line(self.path, json.dumps(asdict(event)))

@@ -5,15 +5,14 @@ does. The host's time of a layer under tp comes from the rank of a fake group, a
 measures alone, from the steps that trained.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.gpu.cells import Calibration, HostTime, Training
+from benchmarks.gpu.cells import Calibration, HostTime
 from benchmarks.gpu.predict import predict
-from benchmarks.gpu.rows import HostTimes, Row, Trained
+from benchmarks.gpu.rows import HostTimes, Row, find_trained
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.ranks import measure
@@ -49,12 +48,10 @@ def derive(measured: Measured, rows: Sequence[Row]) -> Cluster:
     cluster = calibrate(measured).cluster
     achieved = dict(cluster.gpu.achieved) | dict(_read_host(rows))
     engine = find_engine_on(OWN_ENGINE, replace(cluster.gpu, achieved=tuple(achieved.items())))
-    steps = [(row.cell, row.measured) for row in rows if isinstance(row.measured, Trained)]
-    trained = [(cell, found.step_time_s) for cell, found in steps if isinstance(cell, Training)]
+    trained = [(cell, measured.step_time_s) for cell, measured, _ in find_trained(rows)]
 
     def compare(engine: Engine) -> np.ndarray:
-        times_s = ((predict(cell, cluster.gpu, engine).step_time_s, seconds) for cell, seconds in trained)
-        return np.array([math.log(predicted_s / seconds) for predicted_s, seconds in times_s])
+        return np.log([predict(cell, cluster.gpu, engine).step_time_s / seconds for cell, seconds in trained])
 
     names = [name for name in _FROM_STEPS if name not in achieved] if len(trained) > len(_FROM_STEPS) else []
     engine = minimise(engine, names, compare, _LOSSES)

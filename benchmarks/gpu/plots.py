@@ -4,14 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot, which looks for a display
 
 from benchmarks.gpu.cells import Training
-from benchmarks.gpu.rows import Row, Trained
+from benchmarks.gpu.rows import Row, find_trained
 from benchmarks.gpu.suites import Suite
 from dtlayout.base.formatting import GIB
-from dtlayout.validation.plots import draw_equality
+from dtlayout.validation.plots import draw_points
 
 NUM_COLUMNS = 2
 BASE_COLOUR, COLOUR = "tab:blue", "0.7"
@@ -22,10 +21,10 @@ def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
     wanted = {cell for name in ("blocks", "models", "kernels") for cell in suite.groups.get(name, ())}
     panels: dict[str, dict[str, float]] = defaultdict(dict)
     by_peak = any(row.peak_flops_per_s for row in rows)
-    for row in rows:
-        if isinstance(row.cell, Training) and row.cell in wanted and isinstance(row.measured, Trained):
-            value = 100 * (row.measured.mfu or 0) if by_peak else row.measured.model_tflops_per_gpu
-            panels[f"{row.cell.subject}, sequence {row.cell.seq_len}"][describe_bar(row.cell)] = value
+    for cell, measured, _ in find_trained(rows):
+        if cell in wanted:
+            value = 100 * (measured.mfu or 0) if by_peak else measured.model_tflops_per_gpu
+            panels[f"{cell.subject}, sequence {cell.seq_len}"][describe_bar(cell)] = value
     if not panels:
         return
     num_rows = -(-len(panels) // NUM_COLUMNS)
@@ -47,28 +46,13 @@ def describe_bar(cell: Training) -> str:
     return cell.variant + f", recompute={cell.recompute}" * (cell.recompute != "none")
 
 
-def draw_predictions(rows: Sequence[Row], path: Path) -> None:
-    """Step time and peak memory, a colour for each model; the band is within 10 %."""
-    steps: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    peaks: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if isinstance(row.cell, Training) and isinstance(row.measured, Trained) and row.predicted:
-            steps[row.cell.subject].append((row.measured.step_time_s, row.predicted.step_time_s))
-            peaks[row.cell.subject].append((row.measured.peak_memory_bytes / GIB, row.predicted.peak_bytes / GIB))
-    if not steps:
-        return
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_points(left, steps, "step, s")
-    _draw_points(right, peaks, "peak memory, GiB")
-    left.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110)
-
-
-def _draw_points(axes: Axes, points: dict[str, list[tuple[float, float]]], unit: str) -> None:
-    values = [value for pairs in points.values() for pair in pairs for value in pair]
-    draw_equality(axes, min(values) / 1.15, max(values) * 1.15, color="0.4")
-    for name, pairs in points.items():
-        measured, predicted = zip(*pairs, strict=True)
-        axes.scatter(measured, predicted, s=18, label=name)
-    axes.set(xlabel=f"measured {unit}", ylabel=f"predicted {unit}")
+def draw_predictions(rows: Sequence[Row], step_path: Path, memory_path: Path) -> None:
+    """Step time and peak memory, predicted against measured, a colour for each model."""
+    steps, peaks = (defaultdict[str, list[tuple[float, float]]](list) for _ in range(2))
+    for cell, measured, predicted in find_trained(rows):
+        if predicted:
+            steps[cell.subject].append((measured.step_time_s, predicted.step_time_s))
+            peaks[cell.subject].append((measured.peak_memory_bytes / GIB, predicted.peak_bytes / GIB))
+    if steps:
+        draw_points(steps, "Step time", "s", step_path)
+        draw_points(peaks, "Peak memory", "GiB", memory_path)

@@ -49,6 +49,7 @@ from dtlayout.spec.cluster import Gpu
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels
+from dtlayout.sweep.results import tells_out_of_memory
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.rendezvous import join_ranks
 
@@ -225,10 +226,11 @@ def attempt(cell: Cell, run: Callable[[Cell], Measurement]) -> Row:
         wrong = measured.wrong if isinstance(measured, Checked) else ""
         return Row(cell=cell, status="error" if wrong else "ok", note=wrong, measured=measured)
     except (InvalidConfig, Hopeless) as error:
-        return Row(cell=cell, status="not run", note=_first_line(error))
+        return Row(cell=cell, status="not run", note=str(error).partition("\n")[0])
     except Exception as error:
-        status: Status = "oom" if is_out_of_memory(error) else "error"
-        return Row(cell=cell, status=status, note=f"{type(error).__name__}: {_first_line(error)}")
+        said = f"{type(error).__name__}: {error}"
+        status: Status = "oom" if tells_out_of_memory(said) else "error"
+        return Row(cell=cell, status=status, note=said.partition("\n")[0])
     finally:  # here the exception is gone, and with it the frames that held tensors
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
@@ -246,14 +248,7 @@ def attempt_prediction(cell: Cell, gpu: Gpu | None) -> tuple[Prediction | None, 
     try:
         return predict(cell, gpu), ""
     except Exception as error:
-        return None, f"{type(error).__name__}: {_first_line(error)}"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the GPU's memory was too small; only torch's own allocator has a type for that."""
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        text in str(error) for text in ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "Cuda failure 2 ")
-    )
+        return None, f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def is_usable(device: Device) -> bool:
@@ -265,7 +260,3 @@ def is_usable(device: Device) -> bool:
     except RuntimeError:
         return False
     return torch.cuda.memory_allocated() <= LEFT_BEHIND_BYTES
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

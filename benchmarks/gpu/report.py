@@ -7,11 +7,12 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.util import find_spec
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,15 +20,18 @@ from typing import Any, Literal, get_args
 from benchmarks.gpu.calibration import PACKAGES, derive, find_measured
 from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Training
 from benchmarks.gpu.predict import predict
-from benchmarks.gpu.rows import Reached, Row, Status, Trained
+from benchmarks.gpu.rows import Reached, Row, Status, find_trained
 from benchmarks.gpu.suites import Suite
+from benchmarks.pages.markdown import table
 from dtlayout.base.files import write_whole
-from dtlayout.base.formatting import GIB
+from dtlayout.base.formatting import GIB, join_words
 from dtlayout.calibrate.file import to_toml
 from dtlayout.spec.cluster import Cluster
 
 DRAW_EVERY_S = 60
 """Pictures are drawn anew so often and at the end: drawing them takes as long as a small cell."""
+PICTURES = ("mfu", "predicted-step", "predicted-memory")
+"""Endings of the names of pictures, in the order in which they are drawn."""
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 TITLES = {
     "checks": "Is it right? Against float64 on the CPU, and bit by bit",
@@ -89,8 +93,9 @@ class Report:
         if find_spec("matplotlib"):
             from benchmarks.gpu.plots import draw_mfu, draw_predictions
 
-            draw_mfu(self.suite, self.latest, self.path.with_name(f"{self.path.name}-mfu.png"))
-            draw_predictions(self.latest, self.path.with_name(f"{self.path.name}-predicted.png"))
+            mfu, step, memory = (self.path.with_name(f"{self.path.name}-{name}.png") for name in PICTURES)
+            draw_mfu(self.suite, self.latest, mfu)
+            draw_predictions(self.latest, step, memory)
 
     def _introduce(self) -> Iterator[str]:
         peak = next((row.peak_flops_per_s for row in self.rows if row.peak_flops_per_s), None)
@@ -113,7 +118,8 @@ class Report:
             "sdpa-flash, the fused norm and the chunked loss, not compiled. Ratios are predicted over measured."
         )
         if find_spec("matplotlib"):
-            yield f"Pictures, which `--report` draws: {self.path.name}-mfu.png and {self.path.name}-predicted.png."
+            names = join_words([f"{self.path.name}-{name}.png" for name in PICTURES])
+            yield f"Pictures, which `--report` draws: {names}."
         else:
             yield "Pictures: none, since matplotlib is not installed here."
 
@@ -190,21 +196,6 @@ class Column:
         return "n/a" if value is None else format(value, self.spec)
 
 
-def step_ratio(row: Row) -> float | None:
-    """Predicted over measured step time."""
-    return _divide(row, "step_time_s", "step_time_s")
-
-
-def memory_ratio(row: Row) -> float | None:
-    """Predicted over measured peak memory."""
-    return _divide(row, "peak_bytes", "peak_memory_bytes")
-
-
-def _divide(row: Row, predicted: str, measured: str) -> float | None:
-    has_both = row.predicted is not None and isinstance(row.measured, Trained)
-    return getattr(row.predicted, predicted) / getattr(row.measured, measured) if has_both else None
-
-
 def _reach(row: Row) -> str | None:
     unit = row.cell.unit  # type: ignore[union-attr]
     return f"{row.measured.per_second / UNITS[unit]:.4g} {unit}" if isinstance(row.measured, Reached) else None
@@ -244,10 +235,10 @@ TABLES: Sequence[tuple[Any, Sequence[Column]]] = (
         Column("MFU", ".1%", "measured", attrgetter("mfu")),
         Column("step, s", ".3f", "measured", attrgetter("step_time_s")),
         Column("predicted", ".3f", "predicted", attrgetter("step_time_s")),
-        Column("ratio", ".2f", "row", step_ratio),
+        Column("ratio", ".2f", "row", lambda row: row.ratios and row.ratios[0]),
         Column("peak, GiB", ".2f", "measured", lambda trained: trained.peak_memory_bytes / GIB),
         Column("predicted", ".2f", "predicted", lambda predicted: predicted.peak_bytes / GIB),
-        Column("ratio", ".2f", "row", memory_ratio),
+        Column("ratio", ".2f", "row", lambda row: row.ratios and row.ratios[1]),
         Column("attention", "", "measured", lambda trained: ", ".join(trained.attention_kernels) or None),
     )),
 )  # fmt: skip
@@ -264,40 +255,31 @@ def summarise(rows: Iterable[Row]) -> Iterator[str]:
             f"; not: {'; '.join(wrong)}." if wrong else "."
         )
     best: dict[str, tuple[float, str]] = {}
-    for row in rows:
-        if isinstance(row.cell, Training) and isinstance(row.measured, Trained) and row.measured.mfu is not None:
-            name = f"{row.cell.subject}, sequence {row.cell.seq_len}"
-            best[name] = max(best.get(name, (0.0, "")), (row.measured.mfu, row.cell.variant))
+    for cell, measured, _ in find_trained(rows):
+        if measured.mfu is not None:
+            name = f"{cell.subject}, sequence {cell.seq_len}"
+            best[name] = max(best.get(name, (0.0, "")), (measured.mfu, cell.variant))
     yield from (f"{name}: {mfu:.1%} MFU at best, {variant}." for name, (mfu, variant) in best.items())
-    steps = [ratio for row in rows if (ratio := step_ratio(row)) is not None]
-    peaks = [ratio for row in rows if (ratio := memory_ratio(row)) is not None]
-    if steps:
-        yield (
-            f"Predictions of {len(steps)} rows are off by {_typical_error(steps):.0%} in step time and "
-            f"{_typical_error(peaks):.0%} in memory (median)."
-        )
+    if ratios := [row.ratios for row in rows if row.ratios]:
+        steps, peaks = map(_typical_error, zip(*ratios, strict=True))
+        off = f"{steps:.0%} in step time and {peaks:.0%} in memory (median)"
+        yield f"Predictions of {len(ratios)} rows are off by {off}."
 
 
 def describe_fit(rows: Iterable[Row], cluster: Cluster) -> Iterator[str]:
     """For each subject, how far predicted step times are off with the constants from before and with these."""
-    ratios: dict[str, tuple[list[float], list[float]]] = {}
-    for row in rows:
-        if isinstance(row.cell, Training) and isinstance(row.measured, Trained) and (before := step_ratio(row)):
-            after = predict(row.cell, cluster.gpu).step_time_s / row.measured.step_time_s
-            old, new = ratios.setdefault(row.cell.subject, ([], []))
-            old.append(before)
-            new.append(after)
+    ratios = defaultdict[str, list[tuple[float, float]]](list)
+    for cell, measured, predicted in find_trained(rows):
+        if predicted:
+            both_s = predicted.step_time_s, predict(cell, cluster.gpu).step_time_s
+            ratios[cell.subject].append((both_s[0] / measured.step_time_s, both_s[1] / measured.step_time_s))
     yield "Median error of predicted step times with the constants that were there, and with those below, fitted to"
     yield "these very rows:"
     yield ""
-    yield "| model | rows | before | after |\n|---|--:|--:|--:|"
-    everything: tuple[list[float], list[float]] = (
-        [ratio for old, _ in ratios.values() for ratio in old],
-        [ratio for _, new in ratios.values() for ratio in new],
-    )
-    for name, (old, new) in {**ratios, "all": everything}.items():
-        if old:
-            yield f"| {name} | {len(old)} | {_typical_error(old):.1%} | {_typical_error(new):.1%} |"
+    groups = {**ratios, "all": list(chain(*ratios.values()))} if ratios else {}
+    errors = {name: map(_typical_error, zip(*pairs, strict=True)) for name, pairs in groups.items()}
+    lines = [[name, len(groups[name]), *(f"{error:.1%}" for error in both)] for name, both in errors.items()]
+    yield from table(["model", "rows", "before", "after"], lines)
 
 
 def _typical_error(ratios: Iterable[float]) -> float:

@@ -1,8 +1,7 @@
 """Rows: the result of each cell, and the file in which one call leaves them for the next."""
 
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,7 +9,7 @@ from typing import Any, Literal, get_args
 from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Training
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.files import write_whole
+from dtlayout.base.files import append_line, read_lines, write_whole
 from dtlayout.calibrate.measured import Measured
 
 Status = Literal["ok", "oom", "error", "not run"]
@@ -119,6 +118,14 @@ class Row:
     not_predicted: str = ""
     """Why it has no prediction."""
 
+    @property
+    def ratios(self) -> tuple[float, float] | None:
+        """Predicted over measured step time and peak memory of a training; None where it has not both."""
+        if self.predicted is None or not isinstance(self.measured, Trained):
+            return None
+        memory_ratio = self.predicted.peak_bytes / self.measured.peak_memory_bytes
+        return self.predicted.step_time_s / self.measured.step_time_s, memory_ratio
+
     def flatten(self) -> dict[str, Any]:
         """The row as a table of JSON."""
         return {"kind": type(self.cell).__name__, "name": str(self.cell), **asdict(self)}
@@ -134,6 +141,13 @@ class Row:
         return Row(**values)
 
 
+def find_trained(rows: Iterable[Row]) -> Iterator[tuple[Training, Trained, Prediction | None]]:
+    """Cell, measurement and prediction of each training that ran."""
+    for row in rows:
+        if isinstance(row.cell, Training) and isinstance(row.measured, Trained):
+            yield row.cell, row.measured, row.predicted
+
+
 class RowsFile:
     """Rows, one a line, each on the disk before the next cell runs; a kill loses none but the one that it cuts."""
 
@@ -143,24 +157,21 @@ class RowsFile:
     def read(self) -> list[Row]:
         """All rows that can be read; what an earlier version wrote in another form is left out."""
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in read_lines(self.path):
             try:
                 rows.append(Row.parse(json.loads(line)))
-            except (ValueError, KeyError, TypeError, InvalidConfig):  # cut by a kill, or of another version
+            except (ValueError, KeyError, TypeError, InvalidConfig):  # of another version
                 continue
         return rows
 
     def write(self, rows: Iterable[Row]) -> None:
         """Replace all rows."""
-        write_whole(self.path, "".join(map(_to_line, rows)))
+        write_whole(self.path, "".join(f"{_to_line(row)}\n" for row in rows))
 
     def append(self, row: Row) -> None:
         """Add a row."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_to_line(row))
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.path, _to_line(row))
 
 
 def _to_line(row: Row) -> str:
-    return json.dumps(row.flatten()) + "\n"
+    return json.dumps(row.flatten())

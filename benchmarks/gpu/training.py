@@ -1,10 +1,7 @@
 """Steps of the trainer: of a whole model as `training.build` assembles it, or of blocks alone."""
 
 import statistics
-import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +10,7 @@ from benchmarks.gpu.blocks import assemble_blocks
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Trained
 from dtlayout.base.errors import DtlayoutError
+from dtlayout.calibrate.clock import time_repeats
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.spec.device import Device
@@ -41,14 +39,17 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     optimizer = build_optimizer(assembly.modules, cell.shape, AdamW())
     set_learning_rate(optimizer, LEARNING_RATE)
     train_step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=cell.shape)
-    step = partial(train_step, inputs, targets)
+    results: list[StepResult] = []
 
-    first_step_s, _ = time_once(step, device.type)
+    def step() -> None:
+        results.append(train_step(inputs, targets))
+
+    first_step_s = time_repeats(step, 1, device.type)
     with first_forward(assembly.runtime, recorder := KernelRecorder()):
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times_s, results = zip(*(time_once(step, device.type) for _ in range(num_steps)), strict=True)
+    times_s = [time_repeats(step, 1, device.type) for _ in range(num_steps)]
     result = results[-1]
     if not result.is_finite:
         raise NonFiniteLoss(f"loss {result.loss}, gradient norm {result.grad_norm}")
@@ -86,20 +87,10 @@ def prepare(cell: Training, device_type: str) -> tuple[Assembly, Tensor, Tensor]
     return assembly, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def peak_bytes(step: Callable[[], Any], tracker: StorageTracker, device_type: str) -> int:
+def peak_bytes(step: Callable[[], None], tracker: StorageTracker, device_type: str) -> int:
     """The most that was allocated since the statistics began; where torch has no allocator to ask, of one step more."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
     with tracker:
         step()
     return tracker.ledger.peak_bytes
-
-
-def time_once(step: Callable[[], StepResult], device_type: str) -> tuple[float, StepResult]:
-    """Seconds from an idle device to an idle device, and what the step gave."""
-    wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
-    wait()
-    started = time.perf_counter()
-    result = step()
-    wait()
-    return time.perf_counter() - started, result

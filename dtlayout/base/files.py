@@ -1,4 +1,4 @@
-"""Writing files whole or early refused, reading JSON that users give, and checking paths that users give."""
+"""Writing files whole, line by line or early refused, reading JSON and checking paths that users give."""
 
 import hashlib
 import io
@@ -101,6 +101,22 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file; it is on disk when this returns. A line that a kill left unfinished is removed before."""
+    text = path.read_bytes() if path.exists() else b""
+    with path.open("r+b" if text else "wb") as file:
+        file.seek(text.rfind(b"\n") + 1)
+        file.truncate()
+        file.write(f"{line}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[str]:
+    """All lines of a file but one that a kill left unfinished."""
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 def hash_file(path: Path) -> str:

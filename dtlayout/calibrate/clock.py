@@ -25,8 +25,8 @@ def time_alone(action: Callable[[], object], device_type: str) -> float:
     _wait_for_all(device_type)
     if dist.get_rank() == 0:
         action()
-        repeats = _count_repeats(_time(action, 1, device_type))
-        seconds[0] = median(_time(action, repeats, device_type) for _ in range(_ROUNDS))
+        repeats = _count_repeats(time_repeats(action, 1, device_type))
+        seconds[0] = median(time_repeats(action, repeats, device_type) for _ in range(_ROUNDS))
     dist.broadcast(seconds, 0)
     return float(seconds)
 
@@ -53,8 +53,8 @@ def _read_ticks() -> list[int]:
         return [0] * 8
 
 
-def _time(action: Callable[[], object], repeats: int, device_type: str) -> float:
-    """Seconds of one action."""
+def time_repeats(action: Callable[[], object], repeats: int, device_type: str) -> float:
+    """Seconds of an action, the mean of its repeats, from an idle device to an idle device."""
     if device_type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -73,7 +73,7 @@ def _count_repeats(once_s: float) -> int:
 def _time_slowest(action: Callable[[], object], repeats: int, device_type: str) -> float:
     """Seconds of one action on the slowest rank, where all begin together."""
     _wait_for_all(device_type)
-    found = torch.tensor([_time(action, repeats, device_type)], dtype=torch.float64, device=device_type)
+    found = torch.tensor([time_repeats(action, repeats, device_type)], dtype=torch.float64, device=device_type)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 

@@ -4,7 +4,6 @@ Each holds the trial's `Run`, so that this file alone is enough for a report. `R
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.base.errors import DtlayoutError
-from dtlayout.base.files import parse_json
+from dtlayout.base.files import append_line, parse_json, read_lines
 from dtlayout.base.formatting import plural
 from dtlayout.records.run import Outcome, Performance, Run
 from dtlayout.spec.batch import Batch
@@ -24,7 +23,7 @@ _TAIL = 40
 """Last lines of a log that are kept."""
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA (?:error: )?out of memory|failure 2 'out of memory'|CUDA_ERROR_OUT_OF_MEMORY|"
-    r"CU(?:BLAS|DNN)_STATUS_(?:INTERNAL_ERROR_)?(?:HOST_)?ALLOC(?:ATION)?_FAILED|NCCL.*out of memory|oom[-_]kill|"
+    r"CU[A-Z]+_STATUS_(?:INTERNAL_ERROR_)?(?:HOST_)?ALLOC(?:ATION)?_FAILED|NCCL.*out of memory|oom[-_]kill|"
     r"Out Of Memory|not enough memory: you tried to allocate|Cannot allocate memory|std::bad_alloc|\bMemoryError\b"
 )
 _KILLED = re.compile(r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)")
@@ -101,14 +100,8 @@ class Journal:
         return read_results(self.path) if self.path.exists() else {}
 
     def append(self, result: TrialResult) -> None:
-        """Add a line; it is on disk when this returns. A line that a kill left unfinished is removed before."""
-        text = self.path.read_bytes() if self.path.exists() else b""
-        with self.path.open("r+b" if text else "wb") as file:
-            file.seek(text.rfind(b"\n") + 1)
-            file.truncate()
-            file.write((json.dumps(result.to_dict()) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        """Add a line, as `append_line` does."""
+        append_line(self.path, json.dumps(result.to_dict()))
 
 
 def read_results(path: Path) -> dict[str, TrialResult]:
@@ -117,9 +110,7 @@ def read_results(path: Path) -> dict[str, TrialResult]:
     DtlayoutError for a file that this version does not write.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        whole = [line for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
-        return {result.key: result for result in map(_parse, whole)}
+        return {result.key: result for result in map(_parse, read_lines(path))}
     except OSError as error:
         raise DtlayoutError(f"{path} cannot be read: {error.strerror}") from None
     except (DtlayoutError, ValueError, TypeError, KeyError) as error:
@@ -155,7 +146,7 @@ def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progr
         return "non_finite", progress
     if summary.get("outcome") == "refused":
         return "refused", "; ".join(summary.get("problems", []))
-    if found := next(filter(_OUT_OF_MEMORY.search, lines), None):
+    if found := next(filter(tells_out_of_memory, lines), None):
         return "oom", found.strip()
     if exit_code is None:
         return "hung", f"no end within the time limit; {progress}"
@@ -169,6 +160,11 @@ def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progr
     if own is None and (ended := _SIGNAL.search(text)):
         return "crashed", f"a process was ended by {ended[1]}; {progress}"
     return "crashed", own or f"exit code {exit_code}; {progress}"
+
+
+def tells_out_of_memory(text: str) -> bool:
+    """Whether a line of a log, or an error as text, says that memory was too small."""
+    return _OUT_OF_MEMORY.search(text) is not None
 
 
 def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performance]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtlayout.base.errors import EXIT_REFUSED, DtlayoutError
-from dtlayout.base.files import parse_json, write_whole
+from dtlayout.base.files import parse_json, read_lines, write_whole
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_model_flops_per_token
@@ -283,10 +283,7 @@ class MetricsFile:
 
     def read(self) -> list[dict[str, Any]]:
         """All lines but one that a kill tore; none if there is no file yet."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [parse_json(line) for line in lines if line.endswith("\n")]
+        return [parse_json(line) for line in read_lines(self.path)] if self.path.exists() else []
 
 
 def write_summary(document: Mapping[str, Any], folder: Path) -> None:

@@ -3,7 +3,7 @@
 Only rows with both numbers are drawn. The full line is equality, the band within 10 % of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def write_plots(predictions: Sequence[Prediction], folder: str | Path) -> list[P
         tables = {table: list(filter(None, map(read, rows))) for table, rows in by_table(predictions).items()}
         if points := {table: pairs for table, pairs in tables.items() if pairs}:
             written.append(folder / f"{name}.png")
-            _draw(points, title, unit, written[-1])
+            draw_points(points, title, unit, written[-1])
     return written
 
 
@@ -60,7 +60,7 @@ def _read_memory(p: Prediction) -> tuple[float, float] | None:
     return (p.run.peak_bytes / GIB, p.estimate.memory[0].total / GIB) if p.run.has_peak and p.run.peak_bytes else None
 
 
-def _draw(points: dict[str, list[tuple[float, float]]], title: str, unit: str, path: Path) -> None:
+def draw_points(points: Mapping[str, Sequence[tuple[float, float]]], title: str, unit: str, path: Path) -> None:
     """A square of (measured, predicted) by table, above its legend, which takes nothing from it: sizes are inches."""
     values = np.array([value for pairs in points.values() for pair in pairs for value in pair])
     below = 0.75 + 0.175 * (min(len(points), _MOST_NAMED) + 2)

@@ -81,7 +81,7 @@ def find_tables(folder: Path) -> tuple[list[Path], list[str]]:
     """
     tables, others = [], []
     for path in sorted(folder.glob("*.csv")):
-        with _open_table(path) as reader:
+        with open_table(path) as reader:
             missing = _list_missing(reader)
         if missing:
             others.append(f"left out: table {path} has no column {', '.join(missing)}")
@@ -91,7 +91,7 @@ def find_tables(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 @contextmanager
-def _open_table(path: Path) -> Iterator["csv.DictReader[str]"]:
+def open_table(path: Path) -> Iterator["csv.DictReader[str]"]:
     """A table's rows; InvalidConfig if they cannot be read."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -128,7 +128,7 @@ def _is_repeat(run: Run, tables: set[str]) -> bool:
 def _read_table(path: Path, engine: str | None, problems: list[str]) -> list[Run | Unpredicted]:
     """The rows of a table; problems with it are added to those of all tables."""
     found: list[str] = []
-    with _open_table(path) as reader:
+    with open_table(path) as reader:
         if missing := _list_missing(reader):
             raise InvalidConfig(f"table {path} has no column {', '.join(missing)}")
         rows = list(_read_rows(reader, engine, found))

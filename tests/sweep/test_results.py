@@ -28,6 +28,7 @@ FAILED = ROOT_CAUSE.format(code=1, trace="To enable traceback see: ...")
         ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB" + FAILED, 1, "oom", "2 GiB"),
         ("torch.AcceleratorError: CUDA error: out of memory" + FAILED, 1, "oom", "AcceleratorError"),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling" + FAILED, 1, "oom", "CUBLAS"),
+        ("RuntimeError: cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling" + FAILED, 1, "oom", "CUSOLVER"),
         ("NCCL error\nncclUnhandledCudaError\nCuda failure 2 'out of memory'" + FAILED, 1, "oom", "Cuda failure 2"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0", 137, "oom", "oom_kill"),
         ("[rank2]: torch.OutOfMemoryError: CUDA out of memory", None, "oom", "OutOfMemory"),  # the others wait for it
