@@ -229,7 +229,7 @@ def describe(compared: list[Compared], left_out: Mapping[str, int]) -> Iterator[
     heading = ["program", "predicted as", "recomputation where a table names none"]
     guesses = [[name, f"{guess.engine}: {_name_kernels(guess)}", guess.recompute] for name, guess in PROGRAMS.items()]
     yield from (*table(heading, guesses, num_words=3), "")
-    yield from (*(f"- What {name} holds: {what}." for name, what in NOT_PREDICTED.items()), "")
+    yield from (*(f"- {name}: {what}." for name, what in NOT_PREDICTED.items()), "")
     heading = ["table", "row", "model", "method", "GPUs", "tokens", "peak, GB", "measured", "tokens/s/GPU", "measured"]
     yield from (*table(heading, map(_list_cells, compared), num_words=5), "")
     for reason, number in left_out.items():
