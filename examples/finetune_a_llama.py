@@ -37,7 +37,7 @@ def train(name: str, start: str, *options: str) -> None:
 
 
 def dtlayout(*arguments: str) -> str:
-    """What a command prints."""
+    """Output of a command."""
     command = [sys.executable, "-m", "dtlayout.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -35,6 +35,8 @@ many where the gradients of what both matmuls read are added."""
 _RESCALED_TRAFFIC_BYTES = 16.0
 """Moved by an adapter's vector likewise: a read and a write, and in backward as many, two reads and a write of the
 products that make the vector's gradient, and a read of these."""
+_WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts"})
+"""Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm."""
 
 
 class BlockTime(NamedTuple):
@@ -211,7 +213,8 @@ def _tape_of_fullest(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...
 def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Bytes moved for each token by the elementwise kernels of a block, forward and backward.
 
-    `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each.
+    `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each. KeyError for a kind of entry
+    that nobody has priced.
     """
     constants, ranks = scenario.engine.constants, _ranks(layout)
     widening = activation_size(scenario) / 2  # the constants count passes in bf16
@@ -230,7 +233,7 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
         "rescale": widening * _RESCALED_TRAFFIC_BYTES,
     }
     tape = _tape_of_fullest(scenario, layout)
-    of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind in moved]
+    of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind not in _WITHOUT_PASSES]
     return sum([each * read.width / ranks[read.spread] for each, read in of_width])
 
 

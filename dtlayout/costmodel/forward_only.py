@@ -21,9 +21,9 @@ def find_forward_only(model: ModelShape, stage: StageSlice) -> range:
 
 
 def find_first_differentiated(model: ModelShape) -> int | None:
-    """Number of the block whose input needs no gradient though it has a backward: nothing before it is trained.
+    """Index of the first block with a backward, if the embedding is frozen: its weights have gradients, its input none.
 
-    None where the embedding is trained, or no block is.
+    None if the embedding is trained, or if no block is.
     """
     number = count_frozen_first(model)
     has_frozen_embedding = not describe(model).embedding.trains

@@ -218,11 +218,10 @@ class BaseSizes(NamedTuple):
 
 
 def weigh_base(scenario: Scenario) -> BaseSizes:
-    """Bytes with which a quantized base is computed, `ops.quantized`: codes of 4 bits are looked up by pairs, of which
-    each has an int32."""
+    """Bytes of the tensors by which a quantized base is computed before a matmul, `ops.quantized`."""
     if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
         return BaseSizes(0.0, 0.0)
-    return BaseSizes(BYTES[scenario.precision.compute], 4 * base.bits / 8 if base.bits < 8 else 0.0)
+    return BaseSizes(BYTES[scenario.precision.compute], base.lookup_bytes)
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:

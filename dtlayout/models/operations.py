@@ -318,12 +318,12 @@ def record_activation(
 
 @dataclass(frozen=True)
 class Residual(BaseOperation):
-    """Branches are added to the residual stream."""
+    """The sum of the residual stream and of one or more branches: the new stream, under the same name."""
 
     width: int
     """Elements of a token."""
     branches: tuple[str, ...]
-    """Tensors that are added: the results of the modules that close the branches."""
+    """Tensors that are added to the stream: results of the modules that close a branch."""
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """The sum; its gradient is that of all of its inputs, and nothing is saved."""

@@ -30,13 +30,16 @@ class BlockTensor(NamedTuple):
     else the compute format. Index: int64."""
 
 
+EntryKind = Literal[
+    "norm", "scale", "matmul", "rope", "attention", "activation", "residual", "gather", "sum",
+    "dispatch", "experts", "combine", "add", "rescale",
+]  # fmt: skip
+
+
 class TapeEntry(NamedTuple):
     """One step of a block's forward, and what its backward needs."""
 
-    kind: Literal[
-        "norm", "scale", "matmul", "rope", "attention", "activation", "residual", "gather", "sum",
-        "dispatch", "experts", "combine", "add", "rescale",
-    ]  # fmt: skip
+    kind: EntryKind
     """Word for its computation or its message. A scale is the second half of a norm of separate operations. A gather
     and a sum are tp's collectives. A dispatch copies tokens for experts, and a combine adds up their results. An add
     joins an adapter to its matmul, and a rescale multiplies each element of a token by a factor."""
@@ -63,13 +66,15 @@ class TapeEntry(NamedTuple):
     is_differentiated: bool = True
     """Whether it has a backward; not so where nothing that it reads needs a gradient and nothing of it is trained."""
     shares_gradient: bool = False
-    """Whether its inputs have the gradient of its result, in the same memory; a sum, whose backward does nothing."""
+    """Whether it only adds: the gradient of each input is that of its result, in the same memory. It has no weights and
+    saves nothing. A sum over tp gets this from the layout."""
     puts_off: bool = False
-    """Whether a backward in two parts leaves the gradients of its weights to the second part."""
+    """Whether a backward in two parts leaves the gradients of its trained weights to the second part. What it saved and
+    the gradient of its result stay until then."""
     ends_first: bool = False
-    """Whether its backward lets go of its own tensors before the gradients of its weights come."""
+    """Whether the gradient of its result and what it saved go before the gradients of its weights come, not after."""
     in_linear: bool = False
-    """Whether it belongs to a linear layer, whose forward holds its result until the layer's own is there."""
+    """Whether it belongs to a linear layer: forward holds its result as long as that of a matmul."""
 
 
 class TapeOptions(NamedTuple):

@@ -13,9 +13,15 @@ class BaseFormat:
     name: str
     """Name in `precision.base`."""
     bits: int
-    """Bits of an element; a byte holds 8 // bits of them, neighbours in a row."""
+    """Bits of an element, a divisor of 8; a byte holds neighbours in a row."""
     block: int
     """Elements of a row that share a scale. Blocks are short parts of rows, so that tp can split rows between them."""
+
+    lookup_bytes: float = 0.0
+    """Bytes of an element of the indices that codes become before a table of values is read; 0 without a table."""
+
+    def __post_init__(self) -> None:
+        assert 8 % self.bits == 0, f"{self.name}: elements of {self.bits} bits lie across bytes"
 
     def stored_bytes(self, compute_bytes: int) -> float:
         """Bytes of an element with its part of a scale, which is in a compute format of so many bytes.
@@ -38,7 +44,8 @@ BASE_FORMATS: dict[str, BaseFormat] = {
     each.name: each
     for each in (
         # QLoRA's (arXiv:2305.14314): quantiles of a normal distribution; 4.25 bits a weight with scales in bf16.
-        BaseFormat(name="nf4", bits=4, block=64),
+        # A byte's two codes are looked up at once, by an int32.
+        BaseFormat(name="nf4", bits=4, block=64, lookup_bytes=2.0),
         # Symmetric, -127 to 127; 8.25 bits a weight.
         BaseFormat(name="int8", bits=8, block=64),
     )

@@ -216,10 +216,11 @@ class Twist:
     weights = ()
     kept_as = None
     active_share = 1.0
+    kind = "rope"
 
     def record(self, options):
         hidden = BlockTensor("twisted", self.width, "stream")
-        return (TapeEntry("rope", (hidden,), (hidden,), (hidden._replace(format="exact"),), scratch=()),)
+        return (TapeEntry(self.kind, (hidden,), (hidden,), (hidden._replace(format="exact"),), scratch=()),)
 
 
 def test_an_operation_that_says_what_it_does_is_predicted_without_a_line_elsewhere(monkeypatch):
@@ -235,4 +236,7 @@ def test_an_operation_that_says_what_it_does_is_predicted_without_a_line_elsewhe
     sizes = [Sizes(each, Layout(), Kernels()).block for each in (plain, twisted)]
     assert sizes[1] - sizes[0] == 4 * 1000 * 1000
     times = [block_time(each, Layout(), Kernels()).elementwise_s for each in (plain, twisted)]
+    monkeypatch.setattr(Twist, "kind", "twist")
+    with pytest.raises(KeyError, match="twist"):
+        block_time(replace(twisted, model=replace(twisted.model, name="unpriced")), Layout(), Kernels())
     assert times[1] - times[0] == pytest.approx(20 * 1000 * 1000 / 1e12 / 3)

@@ -25,7 +25,8 @@ Steps = list[tuple[MemoryKind, float]]
 
 
 def hold_until(tape: Sequence[SizedEntry], last: SizedEntry) -> float:
-    """Bytes held in forward when `last` is done: all that is saved until then, and all results of linear layers."""
+    """Bytes held in forward while `last` ends: what it and entries before it save, and results of linear layers before
+    it. The residual stream is not among them, nor is the result of `last`."""
     held = dict[str, float]()
     for entry in tape[: tape.index(last) + 1]:
         held |= entry.saves
@@ -52,11 +53,15 @@ def hold_at_end(entries: Iterable[SizedEntry]) -> float:
 
 
 class BackwardWalk:
-    """Walk over a tape from its end, which counts how many tensors hold each gradient's memory."""
+    """Walk over a tape from its end, which counts how many tensors hold each gradient's memory.
+
+    It keeps these counts between calls: `over` takes the parts of a tape from the last to the first, then `finish`
+    ends a walk that puts gradients off.
+    """
 
     def __init__(self, *, has_gradient: Iterable[str] = (HIDDEN,), puts_off: bool = False):
-        """`has_gradient` names tensors that have one before the walk. `puts_off` makes it the first part of a split
-        backward, which keeps what the gradients of some weights are made of."""
+        """`has_gradient` names tensors that have one before the walk. With `puts_off` it is the first part of a split
+        backward, and keeps what the gradients of some weights are made of."""
         self._puts_off = puts_off
         self._holders = {name: [1] for name in has_gradient}
         """Name of a tensor → number of tensors that hold its gradient, in a list that these have in common."""
@@ -64,9 +69,9 @@ class BackwardWalk:
         """Saved tensors that stay for the second part."""
 
     def over(self, tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Steps]) -> Steps:
-        """Changes of held bytes from the gradient of what the tape makes to that of what it reads.
+        """Changes of held bytes from the gradient of what the tape makes, which is there, to that of what it reads.
 
-        `come` gives the arrival of some weights' gradients, by their names.
+        `come` gives the arrival of some weights' gradients, by their names: nothing in a walk that puts them off.
         """
         return [change for entry in reversed(tape) if entry.is_differentiated for change in self._step(entry, come)]
 
@@ -121,7 +126,7 @@ class BackwardWalk:
     def finish(self, tape: Sequence[SizedEntry], come: Callable[[Iterable[str]], Steps]) -> Steps:
         """Changes of held bytes in the second part: the gradients that were put off, the first matmul's first.
 
-        Gradients of other weights, of which nothing was put off, come before.
+        Gradients of other weights are counted at its beginning, though they are made in the first part.
         """
         steps = come([name for entry in tape if not entry.puts_off for name in entry.weights])
         saved = {name: size for entry in tape for name, size in entry.saves.items()}

@@ -76,15 +76,11 @@ class SizedEntry(NamedTuple):
     adds_apart: bool
     """Whether two gradients of what it read are added in a third tensor."""
     shares_gradient: bool = False
-    """Whether the tensors that it reads have the gradient of its result, in the same memory."""
+    """Like that of `TapeEntry`, and so for a sum over tp where that gathers no gradient."""
     puts_off: bool = False
-    """Whether a backward in two parts leaves the gradients of its weights to the second part."""
     ends_first: bool = False
-    """Whether it lets go of its own tensors before the gradients of its weights come."""
     in_linear: bool = False
-    """Whether it belongs to a linear layer, whose forward holds its result."""
     is_differentiated: bool = True
-    """Whether it has a backward."""
     weight_work: float = 0.0
     """Held by its backward while its weights' gradients come, beside the new gradients."""
 
