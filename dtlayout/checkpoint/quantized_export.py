@@ -40,16 +40,16 @@ def check_quantized(model: ModelShape, name: str) -> None:
             f"--quantize {name} cannot store {model.name}, a mixture of experts: transformers joins experts in a "
             f"stack, and opens no stack that is quantized; leave --quantize out"
         )
-    odd = {
-        weight.shape[1]: weight.name for weight in list_stored(model)
+    odd = [
+        weight for weight in list_stored(model)
         if is_quantized(model, weight) and weight.shape[1] % (chosen.group or 1)
-    }  # fmt: skip
+    ]  # fmt: skip
     if odd:
-        able = [each.name for each in EXPORT_FORMATS.values() if not any(width % (each.group or 1) for width in odd)]
-        width, weight_name = next(iter(odd.items()))
+        widths = {weight.shape[1] for weight in odd}
+        able = [each.name for each in EXPORT_FORMATS.values() if not any(width % (each.group or 1) for width in widths)]
         raise InvalidConfig(
-            f"--quantize {name} has groups of {chosen.group} columns, which do not divide the {width} of "
-            f"{weight_name}; use {' or '.join(able)}"
+            f"--quantize {name} has groups of {chosen.group} columns, which do not divide the {odd[0].shape[1]} of "
+            f"{odd[0].name}; use {' or '.join(able)}"
         )
     if chosen.package and not is_installed(chosen.package.module):
         raise KernelError(

@@ -91,7 +91,8 @@ def _import(options: argparse.Namespace) -> int:
 
 def _refuse_given(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
     """CheckpointError if one of these options is given."""
-    if given := [name for name in names if getattr(options, name) not in (None, False)]:
+    given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]
+    if given:
         raise CheckpointError(f"--{given[0].replace('_', '-')} {why}")
 
 

@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.base.errors import DataError, InvalidConfig
+from dtlayout.base.formatting import plural
 from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.spec.export_format import EXPORT_FORMATS
@@ -61,7 +63,7 @@ def quantize(
     check_quantized(weights.model, options.quantize)
     held_out = _open_held_out(options, weights, config, beside["data"])
     num_bytes = export_quantized(weights, options.folder, options.quantize, file_bytes=file_bytes, **beside)
-    notes = [f"{EXPORT_FORMATS[options.quantize].opened_by}"]
+    notes = [EXPORT_FORMATS[options.quantize].opened_by]
     if isinstance(held_out, str):
         return num_bytes, {"notes": [*notes, held_out]}
     return num_bytes, {"notes": notes, "losses": _measure(weights, options.quantize, held_out)}
@@ -76,26 +78,28 @@ def _open_held_out(
         raise InvalidConfig(f"--validation-samples={num_samples} must not be negative")
     if num_samples == 0:
         return "no validation loss was measured, as --validation-samples=0 asks"
-    found = _find_validation(options.validation, config, data)
+    found = _find_validation(options.validation, options.source, config, data)
     if found is None:
         return "no validation loss was measured: no validation data are named here; name some with --validation SOURCE"
-    if not found.tokenizer:
-        raise DataError("--validation needs a tokenizer, and the source names none; give --tokenizer")
     from dtlayout.training.export_loss import open_held_out_samples
 
     seq_len = config.batch.seq_len if config else SEQ_LEN
     return open_held_out_samples(found, weights.model, seq_len, num_samples)
 
 
-def _find_validation(asked: str | None, config: Config | None, data: DataConfig | None) -> DataConfig | None:
+def _find_validation(
+    asked: str | None, source: Path, config: Config | None, data: DataConfig | None
+) -> DataConfig | None:
     """A [data] section of what is measured: the source that is asked for, or the run's; None where neither is there.
 
-    Texts become ids as `data` says, whose tokenizer goes along with the weights.
+    Texts become ids as `data` says, whose tokenizer goes along with the weights; DataError where none does.
     """
     if config is not None:
         named = replace(config.validation, source=asked, split="") if asked else config.validation
         return replace(config, validation=named, data=data or config.data).validation_data
-    return replace(data or DataConfig(tokenizer=""), source=asked) if asked else None
+    if asked and data is None:
+        raise DataError(f"--validation {asked} needs a tokenizer, and {source} names none; give --tokenizer")
+    return replace(data, source=asked) if asked and data else None
 
 
 def _measure(weights: "WeightSource", name: str, held_out: "HeldOutSamples") -> dict[str, Any]:
@@ -115,5 +119,5 @@ def describe_losses(losses: dict[str, Any] | None) -> Iterator[str]:
         loss, quantized = losses["loss"], losses["quantized_loss"]
         yield (
             f"validation loss {loss:.4f} in bfloat16, {quantized:.4f} in {losses['format']} ({quantized - loss:+.4f}), "
-            f"of {losses['num_targets']:,} targets in {losses['num_samples']} samples of {losses['source']}"
+            f"of {losses['num_targets']:,} targets in {plural(losses['num_samples'], 'sample')} of {losses['source']}"
         )
