@@ -1,11 +1,11 @@
 """A Hugging Face folder whose linear layers are quantized, written a weight at a time.
 
-Each weight is read in float32 and quantized once: of a run with an adapter, after the merge. Of a file nothing is in
-memory but its quantized tensors, and one weight in float32. Which tensors a weight becomes is
+Each weight is read in float32 and quantized once: of a run with an adapter, after the merge. In memory are the tensors
+of one file, and one weight in float32 with what quantizing it takes. Which tensors a weight becomes is
 `checkpoint.export_quantizers`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,9 @@ def _make_blank(model: ModelShape, weight: StoredWeight, name: str) -> Any:
     return torch.empty(weight.tensor_shape, dtype=getattr(torch, _REST), device="meta")
 
 
-def read_exact(source: WeightSource, weights: Mapping[str, StoredWeight]) -> Iterator[tuple[str, StoredWeight, Tensor]]:
-    """Name on disk, weight, and values in float32; one weight is read at a time."""
-    for key, weight in weights.items():
-        (values,) = source.load({key: TensorPlace(weight, 0, torch.float32)}).values()
-        yield key, weight, values
+def read_weight(source: WeightSource, key: str, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """Values of the weight that has the name `key` on disk, rounded once to a format."""
+    return source.load({key: TensorPlace(weight, 0, dtype)})[key]
 
 
 def _write_tensors(
@@ -123,9 +121,10 @@ def _write_tensors(
     broken: dict[str, int] = {}
     for file, keys in files.items():
         tensors: dict[str, Tensor] = {}
-        for key, weight, exact in read_exact(source, {key: weights[key] for key in keys}):
-            is_few_bits = is_quantized(source.model, weight)
-            values = exact if is_few_bits else exact.to(getattr(torch, _REST))
+        for key in keys:
+            is_few_bits = is_quantized(source.model, weights[key])
+            dtype = torch.float32 if is_few_bits else getattr(torch, _REST)
+            values = read_weight(source, key, weights[key], dtype)
             if count := count_broken(values):
                 broken[key] = count
             elif not broken:

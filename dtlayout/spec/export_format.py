@@ -21,7 +21,7 @@ class ExportFormat:
     package: Package | None
     """Package that writes the format; None where none is needed."""
     opened_by: str
-    """Half a sentence for users: the packages beside `transformers` that open a folder, and the devices that compute it."""
+    """Words for users: the packages beside `transformers` that open a folder, and the devices that compute it."""
 
 
 EXPORT_FORMATS: dict[str, ExportFormat] = {

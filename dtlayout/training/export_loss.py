@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtlayout.checkpoint.hf import WeightSource
-from dtlayout.checkpoint.quantized_export import dequantize, list_stored_names, read_exact
+from dtlayout.checkpoint.quantized_export import dequantize, list_stored_names, read_weight
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import SampleRows, find_starts, open_samples
@@ -114,9 +114,10 @@ def _read_part(part: Llama, source: WeightSource) -> Iterator[tuple[str, Tensor]
     """Name of each parameter of a part, and its values in float32."""
     weights = list_stored_names(source.model)
     wanted = {source.model.aliases.get(name, name): name for name, _ in part.named_parameters()}
-    for key, weight, values in read_exact(source, {k: w for k, w in weights.items() if w.name in wanted}):
-        assert key == weight.name, "a model without experts has its own names on disk"
-        yield wanted[key], values
+    for key, weight in weights.items():
+        if weight.name in wanted:
+            assert key == weight.name, "a model without experts has its own names on disk"
+            yield wanted[key], read_weight(source, key, weight, torch.float32)
 
 
 def _fill(part: Llama, source: WeightSource, exact: Mapping[str, Tensor], name: str | None) -> None:
