@@ -5,7 +5,7 @@ of one file, and one weight in float32 with what quantizing it takes. Which tens
 `checkpoint.export_quantizers`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def export_quantized(
         write_config(made, source.model, _REST, max_seq_len)
         config = read_table(made / CONFIG) | {"quantization_config": quantizer.describe()}
         write_json(made / CONFIG, config)
-        _write_tensors(made, files, source, name, header)
+        for file, keys in files.items():
+            _write_file(made / file, source, name, {key: tensors[key] for key in keys}, header)
         if len(files) > 1:
             of_files = {file: [part for key in keys for part in tensors[key]] for file, keys in files.items()}
             write_json(made / INDEX, make_index(of_files, sizes))
@@ -113,24 +114,27 @@ def read_weight(source: WeightSource, key: str, weight: StoredWeight, dtype: tor
     return source.load({key: TensorPlace(weight, 0, dtype)})[key]
 
 
-def _write_tensors(
-    folder: Path, files: Mapping[str, Sequence[str]], source: WeightSource, name: str, header: Header
+def _write_file(
+    file: Path, source: WeightSource, name: str, blank: Mapping[str, Mapping[str, Tensor]], header: Header
 ) -> None:
-    """Write safetensors files, each with the header of all; InvalidConfig if values are NaN or infinite."""
+    """Write a safetensors file of some weights, whose tensors `blank` has on the meta device.
+
+    Memory for them is allocated first: between what is kept and what quantizing frees the heap would grow with each
+    weight. InvalidConfig if values are NaN or infinite.
+    """
     quantizer, weights = EXPORT_QUANTIZERS[name], list_stored_names(source.model)
+    tensors = {part: torch.empty_like(each, device="cpu") for parts in blank.values() for part, each in parts.items()}
     broken: dict[str, int] = {}
-    for file, keys in files.items():
-        tensors: dict[str, Tensor] = {}
-        for key in keys:
-            is_few_bits = is_quantized(source.model, weights[key])
-            dtype = torch.float32 if is_few_bits else getattr(torch, _REST)
-            values = read_weight(source, key, weights[key], dtype)
-            if count := count_broken(values):
-                broken[key] = count
-            elif not broken:
-                tensors |= quantizer.flatten({key: quantizer.quantize(values) if is_few_bits else values})[0]
-        save_file(tensors, folder / file, metadata={"format": "pt", **header})
+    for key in blank:
+        is_few_bits = is_quantized(source.model, weights[key])
+        values = read_weight(source, key, weights[key], torch.float32 if is_few_bits else getattr(torch, _REST))
+        if count := count_broken(values):
+            broken[key] = count
+            continue
+        for part, each in quantizer.flatten({key: quantizer.quantize(values) if is_few_bits else values})[0].items():
+            tensors[part].copy_(each)
     refuse_broken(broken, f"{source.place} in {name}")
+    save_file(tensors, file, metadata={"format": "pt", **header})
 
 
 def dequantize(source: WeightSource, weight: StoredWeight, exact: Tensor, name: str | None) -> Tensor:
