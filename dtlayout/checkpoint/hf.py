@@ -85,17 +85,22 @@ def export_weights(
     describes, or for values that are NaN or infinite in this format.
     """
     if isinstance(source, Path):
-        source = WeightSource(source, read_model(source), partial(load_tensors, source))
+        source = open_checkpoint(source)
     places = find_places(list_stored(source.model), getattr(torch, number_format))
     sizes = {name: place.num_bytes for name, place in places.items()}
     files = plan_files(sizes, file_bytes)
     with writing(source.place, folder) as made:
         write_beside(made, base, data)
-        _write_config(made, source.model, number_format, max_seq_len)
+        write_config(made, source.model, number_format, max_seq_len)
         write_tensors(made, files, places, source.load, f"{source.place} in {number_format}")
         if len(files) > 1:
             write_json(made / INDEX, make_index(files, sizes))
     return sum(sizes.values())
+
+
+def open_checkpoint(checkpoint: Path) -> WeightSource:
+    """The weights of a checkpoint whose model has no adapter, to be exported."""
+    return WeightSource(checkpoint, read_model(checkpoint), partial(load_tensors, checkpoint))
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def load_tensors(checkpoint: Path, places: Mapping[str, TensorPlace]) -> dict[st
     return tensors
 
 
-def _write_config(folder: Path, model: ModelShape, number_format: str, max_seq_len: int | None) -> None:
+def write_config(folder: Path, model: ModelShape, number_format: str, max_seq_len: int | None) -> None:
     """Write the model's config.json, on top of the one that is there; the file stays as it is where nothing differs."""
     path = folder / CONFIG
     if base := read_table(path):

@@ -1,21 +1,27 @@
 """dtlayout convert: weights of a run or a checkpoint as a Hugging Face folder that `transformers` opens, and back.
 
-A run with an adapter becomes a PEFT folder, or with --merge a whole model.
+A run with an adapter becomes a PEFT folder, or with --merge a whole model. With --quantize a whole model is written in
+few bits (`commands.quantize_options`).
 """
 
 import argparse
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.commands.arguments import show
+from dtlayout.commands.quantize_options import QUANTIZE_OPTIONS, add_quantize_arguments, describe_losses, quantize
 from dtlayout.commands.source import find_adapter_data, find_config, find_data, find_kept
+from dtlayout.config.config import Config
 from dtlayout.models.beside import CONFIG
 from dtlayout.models.peft import find_base_folder, find_export_notes, is_peft
 from dtlayout.models.weights import FILE_BYTES
+
+if TYPE_CHECKING:
+    from dtlayout.checkpoint.hf import WeightSource
 
 EXAMPLE = "dtlayout convert runs/debug exported"
 
@@ -42,17 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adapter.add_argument(
         "--merge", action="store_true",
         help="write the whole model with the adapter in it, summed in float32 with the unquantized weights; without "
-        "this the adapter alone is written, as a PEFT folder",
+        "this the adapter alone is written, as a PEFT folder; with --quantize the sum is quantized, never the base "
+        "before it",
     )  # fmt: skip
     adapter.add_argument(
         "--base", type=Path, metavar="FOLDER", help="where the frozen model is now; by default where it was"
     )
+    add_quantize_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     if options.folder.exists():
         raise CheckpointError(f"{options.folder} is there already; name another folder")
+    if options.quantize:
+        _refuse_given(
+            options, ("format",), "is for weights that are not quantized; beside --quantize they are bfloat16"
+        )
+    else:
+        _refuse_given(options, QUANTIZE_OPTIONS[1:], "is for --quantize")
     if is_peft(options.source):
         return _merge_peft(options)
     if (options.source / CONFIG).is_file():
@@ -62,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     _refuse_given(
-        options, ("format", "file_gib", "tokenizer"), "is for the way to a Hugging Face folder; weights keep their "
-        "formats in a checkpoint, and the config of a run names its tokenizer",
+        options, ("format", "file_gib", "tokenizer", *QUANTIZE_OPTIONS), "is for the way to a Hugging Face folder; "
+        "weights keep their formats in a checkpoint, and the config of a run names its tokenizer",
     )  # fmt: skip
     _refuse_given(options, ("merge", "base"), f"is for a run with an adapter, and {options.source} is a whole model")
     from dtlayout.checkpoint.hf import import_weights  # only now: it imports torch
@@ -77,7 +91,8 @@ def _import(options: argparse.Namespace) -> int:
 
 def _refuse_given(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
     """CheckpointError if one of these options is given."""
-    if given := [name for name in names if getattr(options, name) not in (None, False)]:
+    given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]
+    if given:
         raise CheckpointError(f"--{given[0].replace('_', '-')} {why}")
 
 
@@ -85,7 +100,7 @@ def _export(options: argparse.Namespace) -> int:
     """Write a run's weights: all of them, its adapter, or the frozen model with the adapter in it."""
     checkpoint = find_checkpoint(options.source.resolve())
     from dtlayout.checkpoint.adapter import export_adapter  # only now: they import torch
-    from dtlayout.checkpoint.hf import export_weights
+    from dtlayout.checkpoint.hf import open_checkpoint
     from dtlayout.checkpoint.merge import merge_checkpoint
     from dtlayout.checkpoint.sharded import read_model
 
@@ -98,17 +113,15 @@ def _export(options: argparse.Namespace) -> int:
         "base": find_kept(options.source, config), "data": find_data(options.source, config, options.tokenizer),
     }  # fmt: skip
     if has_adapter and not options.merge:
-        _refuse_given(options, ("base", "file_gib"), "is for --merge, and the adapter alone is written here")
+        _refuse_given(
+            options, ("base", "file_gib", *QUANTIZE_OPTIONS), "is for --merge, and the adapter alone is written here"
+        )
         number_format = options.format or "float32"
         num_bytes = export_adapter(checkpoint, options.folder, number_format=number_format, **beside)
         return _show_export(options, str(checkpoint), num_bytes, number_format, find_export_notes(model))
-    number_format, file_bytes = options.format or "bfloat16", _find_file_bytes(options)
-    num_bytes = export_weights(
-        merge_checkpoint(checkpoint, options.base) if has_adapter else checkpoint, options.folder,
-        number_format=number_format, file_bytes=file_bytes, max_seq_len=config.batch.seq_len if config else None,
-        **beside,
-    )  # fmt: skip
-    return _show_export(options, str(checkpoint), num_bytes, number_format)
+    weights = merge_checkpoint(checkpoint, options.base) if has_adapter else open_checkpoint(checkpoint)
+    beside |= {"max_seq_len": config.batch.seq_len if config else None}
+    return _write_whole(options, weights, config, beside)
 
 
 def _merge_peft(options: argparse.Namespace) -> int:
@@ -118,15 +131,25 @@ def _merge_peft(options: argparse.Namespace) -> int:
             "--merge"
         )
     _refuse_given(options, ("base",), "is for a run; a PEFT folder names its frozen model in adapter_config.json")
-    from dtlayout.checkpoint.hf import export_weights  # only now: they import torch
-    from dtlayout.checkpoint.merge import merge_peft
+    from dtlayout.checkpoint.merge import merge_peft  # only now: it imports torch
 
-    number_format = options.format or "bfloat16"
-    num_bytes = export_weights(
-        merge_peft(options.source), options.folder, number_format=number_format, file_bytes=_find_file_bytes(options),
-        data=find_adapter_data(options.source, options.tokenizer), base=find_base_folder(options.source),
-    )  # fmt: skip
-    return _show_export(options, str(options.source), num_bytes, number_format)
+    data = find_adapter_data(options.source, options.tokenizer)
+    beside = {"base": find_base_folder(options.source), "data": data}
+    return _write_whole(options, merge_peft(options.source), None, beside)
+
+
+def _write_whole(
+    options: argparse.Namespace, weights: "WeightSource", config: Config | None, beside: dict[str, Any]
+) -> int:
+    """Write a whole model, quantized if that is asked for."""
+    from dtlayout.checkpoint.hf import export_weights
+
+    number_format, file_bytes = options.quantize or options.format or "bfloat16", _find_file_bytes(options)
+    if options.quantize:
+        num_bytes, losses = quantize(options, weights, config, file_bytes, beside)
+        return _show_export(options, str(weights.place), num_bytes, number_format, **losses)
+    num_bytes = export_weights(weights, options.folder, number_format=number_format, file_bytes=file_bytes, **beside)
+    return _show_export(options, str(weights.place), num_bytes, number_format)
 
 
 def _find_file_bytes(options: argparse.Namespace) -> int:
@@ -137,10 +160,17 @@ def _find_file_bytes(options: argparse.Namespace) -> int:
 
 
 def _show_export(
-    options: argparse.Namespace, source: str, num_bytes: int, number_format: str, notes: Sequence[str] = ()
+    options: argparse.Namespace,
+    source: str,
+    num_bytes: int,
+    number_format: str,
+    notes: Sequence[str] = (),
+    losses: dict[str, Any] | None = None,
 ) -> int:
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": source, "folder": str(options.folder), "num_bytes": num_bytes, "files": files}
     document |= {"notes": list(notes)} if notes else {}
+    document |= {"validation": losses} if losses else {}
     text = f"{source}: {num_bytes / 1e6:,.1f} MB of {number_format} in {options.folder}: {', '.join(files)}"
-    return show(options, document, lambda _: [text, *(f"note: {line}" for line in notes)], indent=None)
+    lines = [text, *describe_losses(losses), *(f"note: {line}" for line in notes)]
+    return show(options, document, lambda _: lines, indent=None)
