@@ -13,7 +13,7 @@ from thorough import mostly_thorough
 ROOT = Path(__file__).parents[1]
 LINES = {
     "compile_experiment": "debug on 2 x cpu: dp2 mb1 zero1",
-    "finetune_a_llama": "What colour has snow? white",
+    "finetune_a_llama": "merged: What colour has snow? grey",
     "long_context_on_your_module": "each of 4 ranks has 16 of 64 tokens: ring, gather, all-to-all as on one",
     "mesh_in_three_lines": "rank 3 is at {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}; "
     "the ranks of its tp group add up to 5",
