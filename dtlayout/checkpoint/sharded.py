@@ -357,8 +357,13 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
-    """The settings on which a checkpoint depends, as JSON gives them back: the optimizers and their kinds of state."""
-    return {"name": ", ".join(part.name for part in settings.parts), "state": _list_kinds(settings)}
+    """The settings on which a checkpoint depends, as JSON gives them back: the optimizers and their kinds of state.
+
+    A kind has its format beside it unless that is the parameters' own.
+    """
+    kept = dict.fromkeys(state for part in settings.parts for state in part.state.items())
+    kinds = [f"{kind} in {number_format}" if number_format else kind for kind, number_format in kept]
+    return {"name": ", ".join(part.name for part in settings.parts), "state": kinds}
 
 
 def _list_kinds(settings: Optimizer) -> list[str]:

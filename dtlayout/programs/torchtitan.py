@@ -41,7 +41,7 @@ def write(job: Job) -> Arguments:
     gaps += unknown
     optimizer, unknown = choose("optimizer.name", scenario.optimizer.name, {"adamw": "AdamW"}, "AdamW")
     gaps += unknown
-    gaps += job.odd_kernels(said=("compile",), attention="sdpa-cudnn")  # which it tries first
+    gaps += job.odd_state() + job.odd_kernels(said=("compile",), attention="sdpa-cudnn")  # which it tries first
     precision = scenario.precision
     if precision.reduce != "float32":
         gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")

@@ -49,7 +49,7 @@ from dtlayout.models.families import find_weight
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.optimizers import SGD, Optimizer
+from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
 
 TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS = [
@@ -100,7 +100,8 @@ def names_in(folder: Path) -> list[str]:
         thorough((Layout(pp=2, dp_shard=2), TIED, ADAMW)),
         (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW),
         thorough((Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW)),
-        (Layout(dp_shard=4, ep=4), BALANCED, ADAMW),
+        (Layout(dp_shard=4, ep=4), BALANCED, AdamW(state_format="bfloat16")),
+        thorough((Layout(dp_shard=4, ep=4), BALANCED, ADAMW)),
         (Layout(pp=2, tp=2, schedule="zb-h1"), replace(TIED, adapter=Adapter(rank=3)), ADAMW),
         thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),
         thorough(
@@ -111,7 +112,7 @@ def names_in(folder: Path) -> list[str]:
             )
         ),
     ],
-    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4", "lora", "sgd", "ia3 of experts"],
+    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4, bf16 moments", "ep4", "lora", "sgd", "ia3 of experts"],
 )
 def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model, settings):
     by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
@@ -316,8 +317,9 @@ def test_another_model_is_refused_with_what_differs(path):
     [
         (ADAMW, SGD(), "name=adamw (config: sgd), state=['exp_avg', 'exp_avg_sq'] (config: ['momentum_buffer'])"),
         (SGD(momentum=0.0), SGD(), "state=[] (config: ['momentum_buffer'])"),
+        (SGD(), SGD(state_format="bfloat16"), "state=['momentum_buffer'] (config: ['momentum_buffer in bfloat16'])"),
     ],
-    ids=["another", "another state"],
+    ids=["another", "another state", "another format"],
 )
 def test_another_optimizer_is_refused_with_what_differs(tmp_path, saved, wanted, differing):
     train_and_save(Layout(), SHAPE, tmp_path, num_steps=1, keep=1, settings=saved)

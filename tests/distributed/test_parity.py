@@ -11,6 +11,7 @@ from outside import V_GPIPE, registered
 from parity import (
     BF16,
     FP32,
+    LEAN,
     QWEN2,
     QWEN3,
     SHAPE,
@@ -195,8 +196,15 @@ def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: 
     assert size <= 1e-10, whose
 
 
+@pytest.mark.parametrize("name", ["pp2 dp2", "zero 3 hsdp", "offloaded both"])
+def test_moments_in_bf16_are_those_of_one_process_that_rounds_them(ranks4: Ranks, name: str) -> None:
+    """Three steps, of which the last two read what was rounded."""
+    size, whose = difference(ranks4, Case(AXES[name], optimizer=LEAN, num_steps=3))
+    assert size <= 1e-10, whose
+
+
 @pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp", "offloaded both"])
-@pytest.mark.parametrize("optimizer", [SMOOTH, thorough(SGD(weight_decay=0.1))], ids=str)
+@pytest.mark.parametrize("optimizer", [LEAN, thorough(SMOOTH), thorough(SGD(weight_decay=0.1))], ids=str)
 def test_a_loss_that_is_not_finite_changes_no_bit_on_any_rank(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
     assert ranks4.run(skip_between_steps, Case(AXES[name], optimizer=optimizer)) == [True] * 4
 

@@ -316,6 +316,10 @@ GAPS = [
     ("nanotron", {"layout": LAYOUTS["interleaved"]}, "layout.schedule=interleaved-1f1b is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["cut"]}, "predicted are 11, 11, 10 blocks"),
     ("nanotron", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
+    *(
+        (engine, {"optimizer": AdamW(state_format="bfloat16")}, "optimizer.state_format=bfloat16 is not written")
+        for engine in PROGRAMS
+    ),
     ("nanotron", {}, "model.rope_scaling is left out"),
 ]
 

@@ -64,6 +64,7 @@ FP32 = Precision(params="float32", compute="float32", reduce="float32")
 BF16 = Precision()
 SMOOTH = AdamW(lr=1e-2, eps=1e-3)
 """With an epsilon that keeps the update smooth in the gradient, so that errors are not amplified."""
+LEAN = replace(SMOOTH, state_format="bfloat16")
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,17 @@ def make_optimizer(
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=values["lr"], momentum=values["momentum"])
     betas = values["beta1"], values["beta2"]
-    return torch.optim.AdamW(groups, lr=values["lr"], betas=betas, eps=values["eps"], fused=True)
+    adamw = torch.optim.AdamW(groups, lr=values["lr"], betas=betas, eps=values["eps"], fused=True)
+    if settings.state_format:
+        adamw.register_step_post_hook(_round_moments)
+    return adamw
+
+
+def _round_moments(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Leave in both moments what bf16 keeps of them, in the parameters' format."""
+    for state in optimizer.state.values():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[kind] = state[kind].bfloat16().to(state[kind].dtype)
 
 
 def merge(outcomes: list[Outcome | None]) -> Outcome:
