@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from memory_ranks import measure_frozen_peaks, measure_peaks, predict
-from parity import BF16, EXACT, FP32, LEAN, QWEN2, QWEN3, SHAPE, TIED, Case
+from parity import BF16, EXACT, FP16, FP32, LEAN, QWEN2, QWEN3, SHAPE, TIED, Case
 from plugged import plugged_in
 from ranks import Ranks
 from rehearsal import rehearse
@@ -163,7 +163,7 @@ def test_the_peak_of_experts_is_predicted_dry_and_measured_alike(ranks4: Ranks, 
 
 BF16_MOMENTS = {
     "zero 3": Case(AXES["zero 3"], precision=BF16, optimizer=LEAN),
-    "pp2 tp2": Case(AXES["pp2 tp2"], precision=BF16, optimizer=LEAN),
+    "pp2 tp2 in fp16": Case(AXES["pp2 tp2"], precision=FP16, optimizer=LEAN),
     "momentum": Case(AXES["zero 2 pp2"], precision=BF16, optimizer=SGD(state_format="bfloat16")),
 }
 
