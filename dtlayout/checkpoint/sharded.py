@@ -52,6 +52,8 @@ from dtlayout.spec.optimizers import Optimizer
 
 UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
 """Errors of reading a checkpoint that are the checkpoint's."""
+_STATE_FORMAT = "state_format"
+"""The key of [optimizer] that says the format of its state."""
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
@@ -302,12 +304,13 @@ def load_checkpoint(
     try:
         state = _read_state(path)
         step, saved_optimizer = state["step"], state.get("optimizer", {})
-        kept_settings = {} if saved_optimizer is None else dict(saved_optimizer)
+        usual = {_STATE_FORMAT: [""] * len(settings.parts)}
+        kept_settings = {} if saved_optimizer is None else usual | dict(saved_optimizer)
     except (ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
     saved, wanted = (asdict(strip_training(each)) for each in (read_model(path), replace(model, name="")))
     changes = {"model": find_changes({**saved, "name": ""}, wanted)}
-    changes["optimizer"] = find_changes(kept_settings, _describe_optimizer(settings))
+    changes["optimizer"] = find_changes(kept_settings, usual | _describe_optimizer(settings))
     for what, changed in changes.items():
         if changed:
             listed = ", ".join(f"{name}={old} (config: {new})" for name, (old, new) in changed.items())
@@ -357,8 +360,13 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
-    """The settings on which a checkpoint depends, as JSON gives them back: the optimizers and their kinds of state."""
-    return {"name": ", ".join(part.name for part in settings.parts), "state": _list_kinds(settings)}
+    """The settings on which a checkpoint depends, as JSON gives them back: the optimizers and their kinds of state.
+
+    Formats of state are there where `optimizer.state_format` is given.
+    """
+    formats = [getattr(part, _STATE_FORMAT, "") for part in settings.parts]
+    described = {"name": ", ".join(part.name for part in settings.parts), "state": _list_kinds(settings)}
+    return {**described, _STATE_FORMAT: formats} if any(formats) else described
 
 
 def _list_kinds(settings: Optimizer) -> list[str]:

@@ -14,6 +14,7 @@ from dtlayout.commands.adapter_options import add_adapter, with_adapter
 from dtlayout.commands.arguments import MODELS, show
 from dtlayout.commands.recommend_document import BASELINES, make_document, make_scale_document
 from dtlayout.commands.recommend_text import describe, describe_counts, describe_scale, list_reasons
+from dtlayout.config.loading import override
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.files import find_model
@@ -25,7 +26,7 @@ from dtlayout.planner.space import Space
 from dtlayout.planner.suggestions import LOOKED_AT, list_ways_to_fit
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu, load_cluster
-from dtlayout.spec.optimizers import find_optimizer
+from dtlayout.spec.optimizers import Optimizer
 from dtlayout.spec.precision import Precision
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
@@ -43,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
     parser.add_argument("--engine", default=OWN_ENGINE, metavar="E", help="the training program; dtlayout by default")
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw by default, or such as sgd")
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME[,KEY=VALUE…]",
+        help="adamw by default, or such as sgd, with keys of [optimizer], as in adamw,state_format=bfloat16",
+    )
     repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument(
         "--precision", metavar="KEY=FORMAT", help="such as reduce=bfloat16; may be repeated", **repeated
@@ -207,7 +213,7 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
         cluster=cluster,
         engine=engine,
         precision=precision,
-        optimizer=find_optimizer(options.optimizer)(),
+        optimizer=_read_optimizer(options.optimizer),
     )
 
 
@@ -225,6 +231,14 @@ def _read_cluster(options: argparse.Namespace, num_gpus: int | None) -> Cluster:
     gpu = find_gpu(options.gpu)
     per_node = gpu.gpus_per_node if options.gpus_per_node is None else options.gpus_per_node
     return Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
+
+
+def _read_optimizer(text: str) -> Optimizer:
+    """The optimizer of a name and some of its keys; InvalidConfig for what is unknown."""
+    name, *pairs = text.split(",")
+    tables: dict[str, Any] = {"optimizer": {"name": name}}
+    override(tables, [f"--optimizer.{pair}" for pair in pairs])
+    return Optimizer.parse(tables["optimizer"], "optimizer")
 
 
 def _read_formats(texts: list[str]) -> dict[str, str]:

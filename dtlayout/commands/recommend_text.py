@@ -183,7 +183,9 @@ def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator
     batch, gpu, per_node = scenario["batch"], scenario["gpu"], scenario["gpus_per_node"]
     nodes = f" in nodes of {per_node}" if max(sizes) > per_node > 1 else ""
     nodes += f", {linked} joined by fast links" if linked > per_node else ""
-    updated = "" if scenario["optimizer"] == AdamW.name else f", updated by {scenario['optimizer']}"
+    keys = [f"{key}={value}" for key, value in scenario["optimizer_keys"].items()]
+    by = " with ".join([scenario["optimizer"], *[", ".join(keys)] * bool(keys)])
+    updated = "" if by == AdamW.name else f", updated by {by}"
     yield (
         f"{scenario['model']['name']}, {scenario['parameters'] / 1e9:.2f} billion parameters{_say_trained(scenario)}, "
         f"on {', '.join(map(str, sizes))} x {gpu}{nodes}; {plural(batch['global_batch'], 'sequence')} of "

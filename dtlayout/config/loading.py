@@ -56,7 +56,7 @@ def load_formats(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
 
 def _read_tables(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     tables = toml.read(path, "config")
-    _override(tables, overrides)
+    override(tables, overrides)
     if isinstance(train := tables.get("train"), dict):
         train.setdefault("run_folder", f"runs/{Path(path).stem}")
     return tables
@@ -112,7 +112,7 @@ def _find_init_from(tables: Mapping[str, Any]) -> Path | None:
     return expand(named) if isinstance(named, str) and named and not find_path_problem(named) else None
 
 
-def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
+def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `--section.key=value` into the tables; a value that is no TOML is a string.
 
     `--layout=NAME` sets each key that a printed layout names. `--model=M` puts another model in the place of [model].

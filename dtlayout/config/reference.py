@@ -105,7 +105,8 @@ def _find_rule(f: "Field[Any]", hint: Any) -> str:
     choices: Any = get_args(hint) if get_origin(hint) is Literal else f.metadata.get("choices", ())
     known = choices() if callable(choices) else choices
     which = "some of" if get_origin(hint) is tuple else "one of"
-    return f"{which} {', '.join(map(str, known))}" if known else str(f.metadata.get("rule", ""))
+    names = [str(each) or '`""`' for each in known]
+    return f"{which} {', '.join(names)}" if known else str(f.metadata.get("rule", ""))
 
 
 def _explain(of: type, name: str) -> str:

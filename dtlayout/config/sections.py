@@ -113,6 +113,12 @@ class TrainConfig(Ranged, section="train"):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Consequence of a step whose loss or gradient norm is not finite, which updates nothing. stop: the run ends. skip:
     the step is left out."""
+    loss_scale: float = ranged("must be at least 0 and finite", 0.0)
+    """First factor of the loss with precision.compute=float16, whose small gradients would be 0 without one. 0 stands
+    for 65536 times the sequences of a batch, down to a power of two, since the gradient of each is divided by their
+    number. A step whose gradients overflow updates nothing and halves the factor, down to 1."""
+    loss_scale_steps: int = ranged("must be at least 1", 2000)
+    """Steps in a row without an overflow after which the loss's factor doubles."""
     deterministic: bool = False
     """Whether CUDA runs only kernels that give the same bits each time, which are slower. A CPU always does so."""
     force: bool = False

@@ -119,6 +119,8 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
     gpu = scenario.cluster.gpu
     if scenario.precision.compute == "float32" and gpu.peak_fp32_flops_per_s is not None:
         return gpu.peak_fp32_flops_per_s
+    if scenario.precision.compute == "float16" and gpu.peak_fp16_flops_per_s is not None:
+        return gpu.peak_fp16_flops_per_s
     return gpu.peak_flops_per_s
 
 

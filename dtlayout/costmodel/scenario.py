@@ -12,7 +12,7 @@ from dtlayout.pipelining.partition import StageSlice, to_slices
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
-from dtlayout.spec.device import Device, device_of
+from dtlayout.spec.device import Device, check_format, device_of
 from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
@@ -137,6 +137,8 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
         able = [name for name, each in MATMUL_FORMATS.items() if gpu.peak_of(each) and name in known]
         what = f"precision.matmuls={fmt.name} is no format that {gpu.name} multiplies in"
         broken = [Refusal("matmuls", what, f"use precision.matmuls={' or '.join(('compute', *able))}")]
+    if scenario.engine.name == OWN_ENGINE:  # of others there are published runs in what they call bf16
+        broken += check_format(precision.compute, scenario.device)
     return describe(broken) + find_model_lacks(scenario.engine, scenario.model)
 
 

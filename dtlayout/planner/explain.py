@@ -14,6 +14,7 @@ from math import inf
 from dtlayout.base.refusals import show_value
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
+from dtlayout.planner.coarse_state import KEY, find_coarse_state
 from dtlayout.planner.fine_tuning import list_fine_tunings
 from dtlayout.planner.neighbours import find_moves, find_splits, grow, other_kernels
 from dtlayout.spec.kernels import Kernels, OpenKernels
@@ -108,9 +109,15 @@ def find_limit(estimate: Estimate, *, waits_for_host: bool) -> Limit:
 
 
 def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
-    """For each knob the fastest change that fits and gains; the fastest knob first."""
+    """For each knob the fastest change that fits and gains; the fastest knob first.
+
+    Where nothing fits yet, the format of the optimizer's state is a knob too.
+    """
     least_s = LEAST_GAIN * now.step_time_s if now.fits else -inf
     gaining = [c for c in _try_moves(estimator, now) if now.step_time_s - c.estimate.step_time_s > least_s]
+    coarse = None if now.fits else find_coarse_state(estimator.scenario)
+    if coarse and _fits(other := Estimator(coarse.scenario), now.layout, now.kernels):
+        gaining.append(Change(KEY, coarse.overrides, other.estimate(now.layout, now.kernels)))
     best: dict[str, Change] = {}
     for change in sorted(gaining, key=lambda c: c.estimate.step_time_s):
         best.setdefault(change.knob, change)

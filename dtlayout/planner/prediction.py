@@ -10,6 +10,7 @@ from dtlayout.config.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario, fullest_share
+from dtlayout.planner.coarse_state import KEY
 from dtlayout.planner.explain import Change, explain
 from dtlayout.records.intervals import find_intervals
 from dtlayout.records.run import Predicted
@@ -141,4 +142,5 @@ def describe_peak(predicted: Estimate, scenario: Scenario) -> str:
 
 
 def _describe_change(change: Change) -> str:
-    return f"{' '.join(change.overrides)} ({change.estimate.peak_bytes / GIB:.1f} GiB)"
+    numbers = ", which changes the numbers" * (change.knob == KEY)
+    return f"{' '.join(change.overrides)} ({change.estimate.peak_bytes / GIB:.1f} GiB{numbers})"

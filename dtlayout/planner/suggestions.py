@@ -11,6 +11,7 @@ from dtlayout.base.formatting import GIB, join_alike, three_digits
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import find_refusals, find_unsupported
+from dtlayout.planner.coarse_state import MEANING, find_coarse_state
 from dtlayout.planner.fine_tuning import list_fine_tunings
 from dtlayout.planner.neighbours import has_splits, with_schedule
 from dtlayout.planner.search import Search
@@ -54,7 +55,7 @@ def list_ways_to_fit(search: Search, missed: Estimate) -> Iterator[str]:
     """Suggestions of layouts that fit, for a search in which none does; `missed` is the one that misses by least."""
     yield from filter(None, (
         remark_on_axis(search, None), remark_on_split(search, missed), remark_on_schedule(search, missed),
-        remark_on_offload(search, missed), remark_on_fine_tuning(search),
+        remark_on_state(search), remark_on_offload(search, missed), remark_on_fine_tuning(search),
     ))  # fmt: skip
 
 
@@ -81,6 +82,15 @@ def remark_on_axis(search: Search, best: Estimate | None, axis: str = "cp") -> s
         return ""
     step = f"{three_digits(found.step_time_s)} s a step"
     return f"This is {lacks} yet: {found.layout} would be {factor:.1f} times as fast, {step}."
+
+
+def remark_on_state(search: Search) -> str:
+    """A sentence on a layout that fits if the optimizer's state is in bf16."""
+    if (coarse := find_coarse_state(search.space.scenario)) is None:
+        return ""
+    for best in Search(replace(search.space, scenario=coarse.scenario), search.max_memory).run(top=1).ranked:
+        return f"{coarse.option} {MEANING}: {best.layout} would fit, {three_digits(best.step_time_s)} s a step."
+    return ""
 
 
 def remark_on_offload(search: Search, missed: Estimate) -> str:

@@ -33,7 +33,7 @@ def write(job: Job) -> Arguments:
         )
     distributed, gaps = _distributed(job)
     optimizer, unknown = _optimizer(job)
-    gaps += unknown + job.odd_kernels(said=("compile", "attention"))
+    gaps += unknown + job.odd_state() + job.odd_kernels(said=("compile", "attention"))
     if precision.matmul_format and precision.matmuls not in _FP8:
         gaps.append(f"precision.matmuls={precision.matmuls} is nothing that it has: bf16 is written instead")
     tables: dict[str, Any] = {

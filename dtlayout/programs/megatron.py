@@ -37,7 +37,7 @@ def write(job: Job) -> Arguments:
     matmuls = job.scenario.precision.matmuls
     if job.scenario.precision.matmul_format and matmuls not in _MATMULS:
         gaps.append(f"precision.matmuls={matmuls} is nothing that it has: bf16 is written instead")
-    gaps += unknown + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
+    gaps += unknown + job.odd_state() + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
     groups = [
         _model(job), _latent_attention(job), _experts(job), _degrees(job), _data_parallel(job), recompute,
         ["--bf16", *["--grad-reduce-in-bf16"] * (job.scenario.engine.features.reduce_bytes == 2)],

@@ -57,7 +57,7 @@ def write(job: Job) -> Arguments:
 
 
 def _find_gaps(job: Job) -> list[str]:
-    layout, gaps = job.layout, job.odd_kernels()
+    layout, gaps = job.layout, job.odd_state() + job.odd_kernels()
     if len({*job.estimate.stage_layers}) > 1:
         blocks = ", ".join(map(str, job.estimate.stage_layers))
         gaps.append(f"its stages are no option: it cuts them by cost itself, predicted are {blocks} blocks")

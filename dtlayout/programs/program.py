@@ -63,6 +63,14 @@ class Job:
         meeting = "" if nodes == 1 else f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         return f"torchrun --nproc-per-node {processes}{meeting}"
 
+    def odd_state(self) -> list[str]:
+        """A gap if the optimizer keeps its state in a format of its own, which no program is told."""
+        formats = {each: kind for part in self.scenario.optimizer.parts for kind, each in part.state.items() if each}
+        return [
+            f"optimizer.state_format={each} is not written: the state stays in float32, and takes more memory"
+            for each in formats
+        ]
+
     def odd_kernels(self, said: Sequence[str] = (), **own: Any) -> list[str]:
         """A gap for each kernel that is not the program's usual one.
 

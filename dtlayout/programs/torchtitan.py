@@ -41,10 +41,14 @@ def write(job: Job) -> Arguments:
     gaps += unknown
     optimizer, unknown = choose("optimizer.name", scenario.optimizer.name, {"adamw": "AdamW"}, "AdamW")
     gaps += unknown
-    gaps += job.odd_kernels(said=("compile",), attention="sdpa-cudnn")  # which it tries first
+    gaps += job.odd_state() + job.odd_kernels(said=("compile",), attention="sdpa-cudnn")  # which it tries first
     precision = scenario.precision
     if precision.reduce != "float32":
         gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")
+    compute = precision.compute
+    if compute == "float16":
+        compute = "bfloat16"
+        gaps.append("precision.compute=float16 is no choice of mixed_precision_param: bfloat16 is written instead")
     quantize = _CONVERTERS.get(precision.matmuls, {})
     if precision.matmul_format and not quantize:
         gaps.append(f"precision.matmuls={precision.matmuls} is nothing that it has: bfloat16 is written instead")
@@ -54,7 +58,7 @@ def write(job: Job) -> Arguments:
         "training": {
             "seq_len": scenario.batch.seq_len, "local_batch_size": job.sequences_at_once,
             "global_batch_size": scenario.batch.global_batch, "max_norm": scenario.optimizer.max_norm,
-            "steps": job.steps, "dtype": precision.params, "mixed_precision_param": precision.compute,
+            "steps": job.steps, "dtype": precision.params, "mixed_precision_param": compute,
             "mixed_precision_reduce": "float32", "dataset": "c4_test",
         },
         "parallelism": parallelism,

@@ -26,6 +26,7 @@ _NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
     "gpus_per_node": ("gpus_per_node", "GPU"),
 }
 _OPTIONAL = {  # of a GPU type that has it
+    "peak_fp16": ("peak_fp16_flops_per_s", "FLOP/s, dense"),
     "peak_fp8": ("peak_fp8_flops_per_s", "FLOP/s, dense"),
     "peak_fp4": ("peak_fp4_flops_per_s", "FLOP/s, dense"),
     "board_power": ("board_power_w", "W"),
@@ -71,6 +72,8 @@ class Gpu:
     """Seconds that a message between nodes takes to start, for each hop."""
     gpus_per_node: int
     """GPUs of a node, which share its links."""
+    peak_fp16_flops_per_s: float | None = None
+    """Dense fp16 matrix FLOP/s of the data sheet; None where it is that of bf16."""
     peak_fp8_flops_per_s: float | None = None
     """Dense fp8 matrix FLOP/s of the data sheet, accumulated in fp32; None where no unit multiplies fp8."""
     peak_fp4_flops_per_s: float | None = None

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtlayout.base.cgroups import find_memory_limit
+from dtlayout.base.refusals import Refusal
 from dtlayout.spec.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
 
 DeviceType = Literal["cpu", "cuda"]
+_FIRST_WITH_BF16 = 8
+"""First number of the compute capability from which on GPUs multiply bf16."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,15 @@ def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> D
     if gpu is not None and is_slice(name) and gpu.peak_flops_per_s == gpu_named(gpu.name).peak_flops_per_s:
         gpu = None
     return Device("cuda", name, gpu.peak_flops_per_s if gpu else None, capability, gpu)
+
+
+def check_format(compute: str, device: Device) -> list[Refusal]:
+    """A refusal of a compute format that the device is known not to multiply; empty if there is none."""
+    if compute != "bfloat16" or not device.capability or not 0 < device.capability[0] < _FIRST_WITH_BF16:
+        return []
+    had = ".".join(map(str, device.capability))
+    what = f"precision.compute=bfloat16 is nothing that {device.name}, of compute capability {had}, multiplies in"
+    return [Refusal("compute", what, "use precision.compute=float16, whose loss is scaled")]
 
 
 def find_host_bytes() -> int:

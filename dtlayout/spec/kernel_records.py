@@ -18,7 +18,7 @@ from dtlayout.spec.layout_keys import LayoutKeys
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import BYTES, Format
 
-EVERY_FORMAT: tuple[Format, ...] = ("float64", "float32", "bfloat16")
+EVERY_FORMAT: tuple[Format, ...] = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class Kernel:
     """Number formats in which it computes on CUDA. A kernel with no format on any device can only be predicted."""
     capability: int | None = None
     """First number of the compute capability of the GPUs on which it runs; None for all GPUs."""
+    oldest: int = 0
+    """First number of the oldest compute capability on which it runs; 0 for all GPUs."""
     package: Package | None = None
     """Package that the kernel needs beside torch."""
     function: str | Callable[..., Any] = ""
@@ -139,7 +141,8 @@ class Kernel:
 
     def is_for_others(self, device: Device) -> bool:
         """Whether it is made for another generation of GPUs than that of the device, if this is known."""
-        return bool(device.capability) and self.capability not in (None, device.capability[0])
+        had = device.capability[0] if device.capability else 0  # 0 where it is not known
+        return bool(device.capability) and (self.capability not in (None, had) or 0 < had < self.oldest)
 
     def is_missing(self, device: Device) -> bool:
         """Whether its package is known to be missing on the device."""

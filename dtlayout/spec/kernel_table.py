@@ -72,7 +72,9 @@ def kernels_replaced(*kernels: Kernel) -> Iterator[None]:
 
 
 _BF16: tuple[Format, ...] = ("bfloat16",)
-_UP_TO_FP32: tuple[Format, ...] = ("float32", "bfloat16")
+_HALVES: tuple[Format, ...] = ("bfloat16", "float16")
+_UP_TO_FP32: tuple[Format, ...] = ("float32", *_HALVES)
+_AMPERE = 8
 _FLASH_OPERATORS = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -95,30 +97,31 @@ _KERNELS: tuple[Kernel, ...] = (
         partial="dtlayout.ops.partial:SCORES",
     ),
     AttentionKernel(
-        name="sdpa-efficient", cpu=(), cuda=_UP_TO_FP32, preference=4, reason="the fused one that computes in fp32",
+        name="sdpa-efficient", cpu=(), cuda=_UP_TO_FP32, preference=4, reason="the fused one for fp32 and old GPUs",
         backend="EFFICIENT_ATTENTION", traces=(r"\bfmha_cutlassF",),
         operators=("aten._scaled_dot_product_efficient_attention.default",), efficiency="efficient_efficiency",
         repeats_heads=True,
     ),
     AttentionKernel(
-        name="sdpa-flash", cuda=_BF16, backend="FLASH_ATTENTION", is_searched=True, offsets=("cuda",),
+        name="sdpa-flash", cuda=_HALVES, oldest=_AMPERE, backend="FLASH_ATTENTION", is_searched=True, offsets=("cuda",),
         preference=3, reason="PyTorch's own flash kernel", widest_head=256,
         traces=(r"^aten::_scaled_dot_product_flash_attention_for_cpu$", r"\bpytorch_flash::flash_fwd"),
         operators=_FLASH_OPERATORS, efficiency="flash2_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
-        name="sdpa-cudnn", cpu=(), cuda=_BF16, backend="CUDNN_ATTENTION", is_repeatable=False,
+        name="sdpa-cudnn", cpu=(), cuda=_HALVES, oldest=_AMPERE, backend="CUDNN_ATTENTION", is_repeatable=False,
         preference=2, reason="the fastest of PyTorch's on Hopper", preferred_on=9, widest_head=128, head_multiple=8,
         traces=(r"^cudnn_generated_fort_native_sdpa(?!.*bprop)",),
         operators=("aten._scaled_dot_product_cudnn_attention.default",), efficiency="flash3_efficiency",
     ),
     AttentionKernel(
-        name="flash-attn", cpu=(), cuda=_BF16, package=_FLASH_ATTN, backend="FLASH_ATTENTION", flash="flash-attn",
-        widest_head=256, offsets=("cuda",), traces=(r"\bflash::flash_fwd",), operators=_FLASH_OPERATORS,
+        name="flash-attn", cpu=(), cuda=_HALVES, oldest=_AMPERE, package=_FLASH_ATTN,
+        backend="FLASH_ATTENTION", flash="flash-attn", widest_head=256, offsets=("cuda",),
+        traces=(r"\bflash::flash_fwd",), operators=_FLASH_OPERATORS,
         efficiency="flash2_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
-        name="fa3", cpu=(), cuda=_BF16, capability=9, package=_FLASH_ATTN_3, backend="FLASH_ATTENTION", flash="FA3",
+        name="fa3", cpu=(), cuda=_HALVES, capability=9, package=_FLASH_ATTN_3, backend="FLASH_ATTENTION", flash="FA3",
         preference=1, reason="made for Hopper, and its package is here", widest_head=256, offsets=("cuda",),
         traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS,
         efficiency="flash3_efficiency", partial=_FLASH_PARTIAL,

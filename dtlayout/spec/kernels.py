@@ -325,7 +325,8 @@ def _refuse_kernel(kernel: Kernel, request: KernelRequest) -> Refusal:
         return Refusal(key, f"{asked} runs on {there} alone", f"{other} on {here}")
     if kernel.is_for_others(device):
         had = ".".join(map(str, device.capability))
-        return Refusal(key, f"{asked} runs on compute capability {kernel.capability}, and this GPU has {had}", other)
+        able = f"{kernel.oldest} and above" if kernel.capability is None else f"{kernel.capability}"
+        return Refusal(key, f"{asked} runs on compute capability {able}, and this GPU has {had}", other)
     where = " on CUDA" if device.type == "cuda" else ""
     able = " or ".join(f"precision.compute={each}" for each in formats)
     what = f"{asked} does not compute in precision.compute={compute}{where}"

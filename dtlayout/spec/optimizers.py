@@ -7,10 +7,11 @@ optimizer. `register_optimizer` takes further ones.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.refusals import Refusal
 from dtlayout.base.validators import Ranged, ranged
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES, Format
@@ -18,6 +19,10 @@ from dtlayout.spec.roles import ROLES, Role
 
 _SCHEDULE = ("min_lr_ratio", "warmup_steps", "decay_steps", "max_norm")
 """Keys that count for all weights of a model, whichever optimizer updates them."""
+StateFormat = Literal["", "bfloat16"]
+"""Formats of [optimizer] state_format; the empty one is that of the parameters."""
+_BF16_SPACING = 2.0**-8
+"""Largest relative change of a number that can round to nothing in bf16, which keeps eight bits of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,17 +171,28 @@ class AdamW(Optimizer):
     """Decay of the second moment."""
     eps: float = ranged("must be above 0 and finite", 1e-8)
     """Added to the root of the second moment."""
+    state_format: StateFormat = ""
+    """Format of both moments: bfloat16, or that of the parameters if it is empty. The parameters keep theirs."""
 
-    torch_class = "torch.optim:AdamW"
     step_bytes = 4
 
     @property
+    def torch_class(self) -> str:  # type: ignore[override]
+        """torch's own class, or ours where the moments have a format of their own."""
+        return "dtlayout.training.coarse_state:CoarseAdamW" if self.state_format else "torch.optim:AdamW"
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal of a format that is unknown, or in which a moment would never fall."""
+        return _find_lost(self.state_format, beta1=self.beta1, beta2=self.beta2)
+
+    @property
     def torch_arguments(self) -> dict[str, Any]:
-        return {"betas": (self.beta1, self.beta2), "eps": self.eps, "fused": True}
+        own = {"state_format": self.state_format} if self.state_format else {"fused": True}
+        return {"betas": (self.beta1, self.beta2), "eps": self.eps, **own}
 
     @property
     def state(self) -> dict[str, Format | None]:
-        return {"exp_avg": None, "exp_avg_sq": None}
+        return {"exp_avg": self.state_format or None, "exp_avg_sq": self.state_format or None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,21 +204,51 @@ class SGD(Optimizer):
     """Learning rate at the end of the warm-up."""
     momentum: float = ranged("must lie between 0 and 1", 0.9)
     """Share of the last update that goes into the next one."""
+    state_format: StateFormat = ""
+    """Format of the momentum: bfloat16, or that of the parameters if it is empty. The parameters keep theirs."""
 
-    torch_class = "torch.optim:SGD"
+    @property
+    def torch_class(self) -> str:  # type: ignore[override]
+        """torch's own class, or ours where the momentum has a format of its own."""
+        return "dtlayout.training.coarse_state:CoarseSGD" if self.state_format else "torch.optim:SGD"
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal of a format that is unknown, or in which the momentum would never fall."""
+        return _find_lost(self.state_format, momentum=self.momentum)
 
     @property
     def torch_arguments(self) -> dict[str, Any]:
-        return {"momentum": self.momentum, "foreach": True}
+        own = {"state_format": self.state_format} if self.state_format else {}
+        return {"momentum": self.momentum, "foreach": True, **own}
 
     @property
     def state(self) -> dict[str, Format | None]:
-        return {"momentum_buffer": None} if self.momentum else {}
+        return {"momentum_buffer": self.state_format or None} if self.momentum else {}
 
     @property
     def update_bytes(self) -> int:
-        """Weight decay and the update read two tensors and write one; so does momentum, after it was scaled."""
-        return 12 + 12 * (self.weight_decay > 0) + 20 * (self.momentum > 0)
+        """Weight decay and the update read two tensors and write one; so does momentum, after it was scaled.
+
+        Those passes read the momentum three times and write it twice.
+        """
+        return 12 + 12 * (self.weight_decay > 0) + 5 * self.state_bytes(4)
+
+
+def _find_lost(state_format: str, **decays: float) -> list[Refusal]:
+    """A refusal of a format of state that is unknown, or that rounds away what one of some decays takes off."""
+    if state_format not in (known := get_args(StateFormat)):
+        what = f"optimizer.state_format={state_format!r} is unknown"
+        return [Refusal("state_format", what, f"use one of {list(known)}")]
+    return [
+        Refusal(
+            name,
+            f"optimizer.{name}={decay:g} takes {1 - decay:.2%} off at a step, which bfloat16 can round to nothing, so "
+            f"that the state never falls",
+            f"use {name} up to {1 - _BF16_SPACING:.3f}, or leave out optimizer.state_format",
+        )
+        for name, decay in decays.items()
+        if state_format and 0 < 1 - decay < _BF16_SPACING
+    ]
 
 
 def _name_owner(problem: str, keys: Collection[str], name: str) -> str:

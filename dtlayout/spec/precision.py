@@ -8,8 +8,8 @@ from dtlayout.base.validators import Ranged
 
 BaseName = Literal["compute", "nf4", "int8"]
 """Names of [precision] base: that of compute, and those of `BASE_FORMATS`."""
-Format = Literal["float64", "float32", "bfloat16"]
-BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+Format = Literal["float64", "float32", "bfloat16", "float16"]
+BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class Precision(Ranged, section="precision"):
     params: Format = "float32"
     """Format of the master parameters and of the optimizer's state, which are sharded over dp_shard."""
     compute: Format = "bfloat16"
-    """Format of parameters and activations in forward and backward."""
+    """Format of parameters and activations in forward and backward. float16 is for GPUs that have no bfloat16; its loss
+    is scaled (`train.loss_scale`)."""
     reduce: Format = "float32"
     """Format of gradients while they are accumulated and summed over the data-parallel ranks."""
     matmuls: str = "compute"
@@ -78,13 +79,19 @@ class Precision(Ranged, section="precision"):
 
     def find_broken(self) -> list[Refusal]:
         """A refusal for each format that is unknown, or that does not go with another one."""
+        of_masters = [each for each in BYTES if each != "float16"]
+        of_keys = {"params": of_masters, "compute": [*BYTES], "reduce": [*BYTES]}
         broken = [
-            Refusal(
-                name, f"precision.{name}={getattr(self, name)!r} is unknown", f"use one of {list(get_args(Format))}"
-            )
-            for name in ("params", "compute", "reduce")
+            Refusal(name, f"precision.{name}={getattr(self, name)!r} is unknown", f"use one of {formats}")
+            for name, formats in of_keys.items()
             if getattr(self, name) not in BYTES
         ]
+        if self.params == "float16":
+            what = "precision.params=float16 cannot hold updates: what is below 6e-8 is 0 there"
+            broken.append(Refusal("params", what, "use params=float32"))
+        if self.reduce == "float16" != self.compute:
+            what = f"precision.reduce=float16 sums gradients that nothing scales in precision.compute={self.compute}"
+            broken.append(Refusal("reduce", what, "use reduce=float32, or compute=float16"))
         if self.base not in (bases := get_args(BaseName)):
             broken.append(Refusal("base", f"precision.base={self.base!r} is unknown", f"use one of {list(bases)}"))
         if not broken and BYTES[self.params] < BYTES[self.compute]:

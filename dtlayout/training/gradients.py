@@ -29,10 +29,11 @@ def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
     return total
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global `norm` is at most `max_norm`."""
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
+    """Divide all gradients by the `loss_scale` that they have, and scale them so that their global `norm` is at most
+    `max_norm`; `norm` is that of the divided ones."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     if gradients:
         torch._foreach_mul_(gradients, scale.to(gradients[0]))  # which may lie on the host
 

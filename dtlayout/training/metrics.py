@@ -62,6 +62,8 @@ class StepMetrics:
     """Seconds that rank 0 waited for this step's batch, which a thread reads during the step before."""
     spike: bool = False
     """Whether loss or gradient norm was far above those of recent steps; `[spikes]` says what comes of that."""
+    loss_scale: float | None = None
+    """Factor of the loss in backward, so that fp16 holds its gradients; None where it is not scaled."""
     layout: str = ""
     """Printed layout of this step; a resumed run may go on in another layout."""
     fullest_expert: float | None = None

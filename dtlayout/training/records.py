@@ -137,6 +137,7 @@ class Records(Observer):
             data_wait_s=step.data_wait_s,
             validation_loss=step.validation_loss,
             spike=step.is_spike,
+            loss_scale=step.result.loss_scale,
             layout=str(self.layout),
             **_describe_routing(step.result.routing, self.layout.ep),  # type: ignore[arg-type]
             **self._speed.describe(step.time_s),  # type: ignore[arg-type]

@@ -27,6 +27,8 @@ class StepResult:
     """Norm of all gradients before clipping."""
     stop_requested: bool
     """Whether any rank asked to stop."""
+    loss_scale: float | None = None
+    """Factor of the loss in backward; None where it is not scaled."""
     routing: Routing | None = None
     """Choices of the routers in the step, in a model with experts."""
 
@@ -34,6 +36,12 @@ class StepResult:
     def is_finite(self) -> bool:
         """False if loss or norm is NaN or infinite; the step has updated nothing then."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether gradients are not finite because the loss's factor, which may still fall, is too large for them."""
+        scale = self.loss_scale
+        return scale is not None and scale > 1 and math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
 
     def exceeds(self, limits: StepLimits) -> bool:
         """Whether loss or norm is above its limit; a step that was given the limits has updated nothing then."""

@@ -19,6 +19,7 @@ def save(trainer: Trainer, checkpoints: Checkpoints, done: int, folder: str, *, 
     origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen)}
     origin |= trainer.base.note() if trainer.base else {}
     origin |= {"learning_rate": asdict(trainer.learning_rate), "spikes": trainer.spikes.to_dict()}
+    origin |= {"loss_scale": trainer.loss_scale.to_dict()} if trainer.loss_scale else {}
     checkpoints.save(done, folder, resolved=trainer.resolve(), samples=seen.samples, origin=origin, is_last=is_last)
 
 
@@ -32,6 +33,8 @@ def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None
     config = trainer.config
     done, origin = checkpoints.load()
     trainer.spikes.restore(origin.get("spikes", {}))
+    if trainer.loss_scale:
+        trainer.loss_scale.restore(origin.get("loss_scale", {}))
     set_updates(trainer.optimizer, done - trainer.spikes.num_left_out)
     saved, num_steps = origin.get("learning_rate", {}), config.train.steps
     trainer.learning_rate = LearningRate.of(config.optimizer, num_steps, saved)

@@ -6,6 +6,13 @@ all-reduce every rank has both numbers, but on the device. torch's fused optimiz
 GradScaler, that leaves everything as it is, their count of steps too. So the host waits for nothing. For an optimizer
 without that flag the host waits for the numbers before it launches the update. Limits for a finite loss or norm work
 the same way: host and device compare the same fp64 numbers with them.
+
+[Note: a loss that is scaled]
+fp16 has no number below 6e-8, so gradients are computed of the loss times a factor. The last stage divides its loss by
+so many targets fewer; routers divide theirs by the same. So all gradients of all stages have that factor, and no kernel
+knows it. The norm is taken of them as they are and divided; clipping, which multiplies all gradients anyway, divides
+them by it. A factor that is a power of two changes no bit of what does not overflow. Whether it grows or shrinks for
+the next step (`loss_scale.py`) follows from numbers that the host of every rank knows by then.
 """
 
 import math
@@ -34,10 +41,10 @@ _NUM_NUMBERS = 3
 class Launched:
     """A launched step, on which a GPU may still work."""
 
-    def __init__(self, numbers: Tensor, balance: Balance):
+    def __init__(self, numbers: Tensor, balance: Balance, loss_scale: float | None):
         """Begin to copy `numbers` to the host: loss, squared gradient norm, how many ranks ask to stop, and those of
-        `balance`, in fp64."""
-        self._numbers, self._balance = OnHost(numbers), balance
+        `balance`, in fp64; `loss_scale` was the loss's factor."""
+        self._numbers, self._balance, self._loss_scale = OnHost(numbers), balance, loss_scale
 
     def wait(self) -> StepResult:
         """The result, once backward is done; the update may still run."""
@@ -46,6 +53,7 @@ class Launched:
             loss=loss,
             grad_norm=math.sqrt(squared_norm),
             stop_requested=stops > 0,
+            loss_scale=self._loss_scale,
             routing=self._balance.describe(of_routers),
         )
 
@@ -78,7 +86,13 @@ class TrainStep:
         self.num_copies = mesh[PP].size() * mesh[TP].size()  # ranks that have the same tokens
 
     def __call__(
-        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        starts: Tensor | None = None,
+        *,
+        stop: bool = False,
+        loss_scale: float | None = None,
     ) -> StepResult:
         """Train on this rank's part of a global batch, and wait for the result.
 
@@ -86,7 +100,7 @@ class TrainStep:
         its cp rank. Every rank of a pipeline brings the same. `starts`, where documents must not see each other, gives
         the position at which the document of each token starts, for whole samples, [microbatches · B, S], on the CPU.
         """
-        return self.launch(inputs, targets, starts, stop=stop).wait()
+        return self.launch(inputs, targets, starts, stop=stop, loss_scale=loss_scale).wait()
 
     def launch(
         self,
@@ -96,18 +110,25 @@ class TrainStep:
         *,
         stop: bool = False,
         limits: StepLimits = NO_LIMITS,
+        loss_scale: float | None = None,
     ) -> Launched:
-        """Launch a step and do not wait; it updates nothing if its numbers are not finite or exceed `limits`."""
+        """Launch a step and do not wait; it updates nothing if its numbers are not finite or exceed `limits`.
+
+        Backward begins with the loss times `loss_scale`, None for 1: [Note: a loss that is scaled].
+        """
+        scale = loss_scale or 1.0
         documents, count = self._split_documents(starts), self._count_targets(targets)
-        num_targets = count.clamp(min=1)  # without any target the loss is 0, and no NaN
-        self.balance.begin(count)
+        num_targets = count.clamp(min=1) / scale  # without any target the loss is 0, and no NaN
+        self.balance.begin(count / scale)
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=num_targets)
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         squared_norm = local_squared_norm(self.counted, self.mesh)
-        numbers = self._sum_numbers(loss, squared_norm, stop, self.balance.count())
-        launched = Launched(numbers, self.balance)  # before the update, for which who waits for them need not wait
+        numbers = self._sum_numbers(loss, squared_norm, stop, self.balance.count(), scale)
+        launched = Launched(
+            numbers, self.balance, loss_scale
+        )  # before the update, for which who waits for them need not wait
         norm = numbers[1].sqrt()
-        clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
+        clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm, scale)
         is_fine = self._update(launched, numbers[0], norm, limits)
         self.balance.move_biases(numbers[_NUM_NUMBERS:], is_fine)
         self.optimizer.zero_grad()
@@ -149,9 +170,16 @@ class TrainStep:
         return count / self.num_copies
 
     def _sum_numbers(
-        self, loss: Tensor | None, squared_norm: Tensor | float, stop: bool, of_routers: Tensor | None = None
+        self,
+        loss: Tensor | None,
+        squared_norm: Tensor | float,
+        stop: bool,
+        of_routers: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Loss, squared gradient norm, the number of ranks that ask to stop, and the routers' numbers.
+
+        The first two come times `scale` and its square, and leave without.
 
         All go in one all-reduce over all ranks, as large on each of them.
         """
@@ -163,5 +191,7 @@ class TrainStep:
         numbers[2] = float(stop)
         if of_routers is not None:
             numbers[_NUM_NUMBERS:] = of_routers
+        numbers[0] /= scale
+        numbers[1] /= scale**2
         dist.all_reduce(numbers)
         return numbers

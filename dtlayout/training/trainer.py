@@ -20,6 +20,7 @@ from dtlayout.plans.init import initialize
 from dtlayout.spec.layout import Layout, OpenLayout
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.loss_scale import LossScale
 from dtlayout.training.observer import ObservedStep
 from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 from dtlayout.training.result import StepResult
@@ -42,6 +43,8 @@ class Trainer:
     learning_rate: LearningRate
     spikes: SpikeDetector
     """Gives each step the limits above which it updates nothing."""
+    loss_scale: LossScale | None
+    """Gives each step the factor of its loss; None where losses are not scaled."""
     stop: StopRequest
     watch: Watchdog
     base: FrozenBase | None = None
@@ -56,7 +59,10 @@ class Trainer:
         set_learning_rate(self.optimizer, self.learning_rate.at(number - 1))
         self.watch.at("counting its targets", waits=True)
         limits = self.spikes.step_limits
-        return self.step.launch(batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made, limits=limits)
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        return self.step.launch(
+            batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made, limits=limits, loss_scale=scale
+        )
 
     def describe(self, number: int, batch: OwnBatch, result: StepResult) -> ObservedStep:
         """A step that has just got its numbers, and whether the run ends with it if nothing else comes up."""
@@ -111,7 +117,7 @@ def build_trainer(
     return Trainer(
         config=config, layout=layout, assembly=assembly, optimizer=optimizer, step=step, batches=batches,
         learning_rate=LearningRate.of(config.optimizer, config.train.steps, {}), spikes=SpikeDetector(config.spikes),
-        stop=inputs.stop, watch=watch, base=base,
+        loss_scale=LossScale.of(config), stop=inputs.stop, watch=watch, base=base,
     )  # fmt: skip
 
 

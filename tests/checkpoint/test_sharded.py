@@ -27,6 +27,7 @@ from checkpoint_ranks import (
     save,
     train_and_save,
     update,
+    whole_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,12 +45,13 @@ from dtlayout.checkpoint.equality import digest
 from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.reader import Reader
 from dtlayout.checkpoint.sharded import find_changes, find_intact, load_checkpoint, read_origin
 from dtlayout.models.families import find_weight
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.optimizers import SGD, Optimizer
+from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
 
 TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS = [
@@ -100,7 +102,8 @@ def names_in(folder: Path) -> list[str]:
         thorough((Layout(pp=2, dp_shard=2), TIED, ADAMW)),
         (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW),
         thorough((Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW)),
-        (Layout(dp_shard=4, ep=4), BALANCED, ADAMW),
+        (Layout(dp_shard=4, ep=4), BALANCED, AdamW(state_format="bfloat16")),
+        thorough((Layout(dp_shard=4, ep=4), BALANCED, ADAMW)),
         (Layout(pp=2, tp=2, schedule="zb-h1"), replace(TIED, adapter=Adapter(rank=3)), ADAMW),
         thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),
         thorough(
@@ -111,7 +114,7 @@ def names_in(folder: Path) -> list[str]:
             )
         ),
     ],
-    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4", "lora", "sgd", "ia3 of experts"],
+    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4, bf16 moments", "ep4", "lora", "sgd", "ia3 of experts"],
 )
 def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model, settings):
     by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
@@ -316,8 +319,10 @@ def test_another_model_is_refused_with_what_differs(path):
     [
         (ADAMW, SGD(), "name=adamw (config: sgd), state=['exp_avg', 'exp_avg_sq'] (config: ['momentum_buffer'])"),
         (SGD(momentum=0.0), SGD(), "state=[] (config: ['momentum_buffer'])"),
+        (SGD(), SGD(state_format="bfloat16"), "state_format=[''] (config: ['bfloat16'])"),
+        (AdamW(state_format="bfloat16"), ADAMW, "state_format=['bfloat16'] (config: [''])"),
     ],
-    ids=["another", "another state"],
+    ids=["another", "another state", "another format", "that of the parameters"],
 )
 def test_another_optimizer_is_refused_with_what_differs(tmp_path, saved, wanted, differing):
     train_and_save(Layout(), SHAPE, tmp_path, num_steps=1, keep=1, settings=saved)
@@ -326,6 +331,21 @@ def test_another_optimizer_is_refused_with_what_differs(tmp_path, saved, wanted,
     assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, wanted)) == (
         f"{path} holds another optimizer: {differing}; use another train.run_folder"
     )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_moments_are_saved_and_loaded_in_the_format_that_they_are_kept_in(tmp_path):
+    settings, name = AdamW(state_format="bfloat16"), "model.layers.0.mlp.up_proj.weight"
+    saved, _ = train_and_save(Layout(), SHAPE, tmp_path, num_steps=1, keep=1, settings=settings)
+    (path,) = list_checkpoints(tmp_path)
+    kinds = Reader(path / "tensors").read_metadata().state_dict_metadata
+    formats = {kind: kinds[f"{kind}.{name}"].properties.dtype for kind in ("parameters", "exp_avg", "exp_avg_sq")}
+    assert formats == {"parameters": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    assembly, optimizer = build(Layout(), SHAPE, 2, settings)
+    assert load_checkpoint(path, assembly.modules, optimizer, SHAPE, settings) == 1
+    loaded = whole_state(assembly, optimizer, SHAPE)
+    assert all(np.array_equal(loaded[name], array) for name, array in saved.items())
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("one_rank")

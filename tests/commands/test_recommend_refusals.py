@@ -57,6 +57,12 @@ MIXTURE = [*with_model(LLAMA, "mixtral-8x7b"), "--fix", "ep=2"]
             [*LLAMA, "--engine", "nanotron", "--precision", "reduce=bfloat16"],
             "precision.reduce=bfloat16 is nothing that nanotron has; use precision.reduce=float32",
         ),
+        (
+            [*LLAMA, "--gpu", "v100-32g-sxm"],
+            "precision.compute=bfloat16 is nothing that v100-32g-sxm, of compute capability 7.0, multiplies in; use "
+            "precision.compute=float16, whose loss is scaled",
+        ),
+        ([*LLAMA, "--optimizer", "adamw,beta3=1"], "optimizer.beta3 is unknown"),
         ([*LLAMA, "--top", "0"], "--top=0 must be at least 1"),
         ([*LLAMA, "--max-memory", "1.5"], "--max-memory=1.5 must lie above 0"),
         ([*LLAMA, "--scale", "8,x"], "--scale=8,x is no list of numbers"),

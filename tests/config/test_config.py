@@ -612,7 +612,12 @@ configs = st.builds(
         loss=names("loss"),
         compile=st.sampled_from(["auto", "none", "blocks", "loss", "model"]),
     ),
-    precision=st.builds(Precision, params=st.just("float64"), compute=choices(Format), reduce=choices(Format)),
+    precision=st.builds(
+        Precision,
+        params=st.just("float64"),
+        compute=choices(Format),
+        reduce=st.sampled_from(["float64", "float32", "bfloat16"]),
+    ),
     data=st.builds(
         DataConfig,
         source=paths,

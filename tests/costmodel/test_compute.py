@@ -31,6 +31,14 @@ def test_a_large_matmul_is_bound_by_flops():
     assert matmul_s(scenario(), 1000, 1000, 1000) == pytest.approx(2e9 / 50e12)
 
 
+def test_a_large_matmul_in_fp16_has_the_peak_of_fp16_where_that_is_another():
+    halves = replace(scenario(), precision=Precision(compute="float16"))
+    gpu = replace(GPU, peak_fp16_flops_per_s=200e12)
+    assert matmul_s(halves, 1000, 1000, 1000) == matmul_s(scenario(), 1000, 1000, 1000)
+    faster = replace(halves, cluster=replace(halves.cluster, gpu=gpu))
+    assert matmul_s(faster, 1000, 1000, 1000) == pytest.approx(2e9 / 100e12)
+
+
 def test_a_thin_matmul_is_bound_by_memory():
     assert matmul_s(scenario(), 1, 1000, 1000) == pytest.approx(2 * (1000 + 1_000_000 + 1000) / 1e12)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from memory_ranks import measure_frozen_peaks, measure_peaks, predict
-from parity import BF16, EXACT, FP32, QWEN2, QWEN3, SHAPE, TIED, Case
+from parity import BF16, EXACT, FP16, FP32, LEAN, QWEN2, QWEN3, SHAPE, TIED, Case
 from plugged import plugged_in
 from ranks import Ranks
 from rehearsal import rehearse
@@ -159,6 +159,24 @@ def test_the_peak_of_experts_is_predicted_dry_and_measured_alike(ranks4: Ranks, 
     dry = [report.peak_bytes for _, report in sorted(rehearse(case, firsts).items())]
     predicted = [rank.total for rank in predict(case)]
     assert (dry, predicted) == (pytest.approx(measured, rel=0.015), pytest.approx(measured, rel=0.015))
+
+
+BF16_MOMENTS = {
+    "zero 3": Case(AXES["zero 3"], precision=BF16, optimizer=LEAN),
+    "pp2 tp2 in fp16": Case(AXES["pp2 tp2"], precision=FP16, optimizer=LEAN),
+    "momentum": Case(AXES["zero 2 pp2"], precision=BF16, optimizer=SGD(state_format="bfloat16")),
+}
+
+
+@pytest.mark.parametrize("case", mostly_thorough(BF16_MOMENTS.values(), lambda i, _: i < 1), ids=BF16_MOMENTS)
+def test_the_peak_with_moments_in_bf16_is_predicted_dry_and_measured_alike(ranks4: Ranks, case: Case) -> None:
+    measured = ranks4.run(measure_peaks, case)[0]
+    firsts = [rank * 4 // case.layout.pp for rank in range(case.layout.pp)]
+    reports = sorted(rehearse(case, firsts).items())
+    predicted, dry = predict(case), [report.peak_bytes for _, report in reports]
+    assert dry == pytest.approx(measured, rel=0.02)
+    assert [rank.total for rank in predicted] == pytest.approx(measured, rel=0.02)
+    assert [report.parts.optimizer for _, report in reports] == [rank.optimizer for rank in predicted]
 
 
 FROZEN = [

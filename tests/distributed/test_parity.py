@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from drawn import legal_cases
 from hypothesis import HealthCheck, given, settings
 from outside import V_GPIPE, registered
 from parity import (
+    BALANCED,
     BF16,
+    FP16,
     FP32,
+    LEAN,
     QWEN2,
     QWEN3,
     SHAPE,
     SMOOTH,
     TIED,
     Case,
+    evaluate_after,
     evaluate_around_steps,
     largest_difference,
     merge,
@@ -29,6 +33,7 @@ from parity import (
     run_over_symmetric_memory,
     run_reference,
     skip_between_steps,
+    train_with_overflows,
 )
 from plugged import plugged_in
 from ranks import Ranks
@@ -40,6 +45,7 @@ from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import SGD, Optimizer
+from dtlayout.spec.precision import Precision
 
 AXES = {
     "dp4": Layout(dp_shard=4),
@@ -195,10 +201,49 @@ def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: 
     assert size <= 1e-10, whose
 
 
+@pytest.mark.parametrize("name", ["pp2 dp2", "zero 3 hsdp", "offloaded both"])
+def test_moments_in_bf16_are_those_of_one_process_that_rounds_them(ranks4: Ranks, name: str) -> None:
+    """Three steps, of which the last two read what was rounded."""
+    size, whose = difference(ranks4, Case(AXES[name], optimizer=LEAN, num_steps=3))
+    assert size <= 1e-10, whose
+
+
 @pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp", "offloaded both"])
-@pytest.mark.parametrize("optimizer", [SMOOTH, thorough(SGD(weight_decay=0.1))], ids=str)
+@pytest.mark.parametrize("optimizer", [LEAN, thorough(SMOOTH), thorough(SGD(weight_decay=0.1))], ids=str)
 def test_a_loss_that_is_not_finite_changes_no_bit_on_any_rank(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
     assert ranks4.run(skip_between_steps, Case(AXES[name], optimizer=optimizer)) == [True] * 4
+
+
+def test_gradients_that_overflow_change_no_bit_on_any_rank(ranks4: Ranks) -> None:
+    case = Case(AXES["pp2 tp2"], precision=FP16, loss_scale=2.0**12)
+    assert ranks4.run(skip_between_steps, case) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(AXES["zero 3 pp2"], model=TIED, num_steps=2, loss_scale=2.0**20),
+        Case(Layout(dp_shard=2, tp=2, ep=2), model=BALANCED, num_steps=2, loss_scale=2.0**20),
+    ],
+    ids=["pp2", "routers' losses"],
+)
+def test_a_scaled_loss_changes_nothing_in_float64(ranks4: Ranks, case: Case) -> None:
+    """Of one process that does not scale: loss, norm, every gradient and the weights after two updates."""
+    outcome = merge(ranks4.run(run_layout, case))
+    size, whose = largest_difference(outcome, run_reference(replace(case, loss_scale=None)))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["pp2 tp2", thorough("zero 3")])
+def test_where_scales_overflow_again_and_again_the_loss_is_that_of_fp32(ranks4: Ranks, name: str) -> None:
+    case = Case(AXES[name], precision=FP16, num_steps=12)
+    (loss, scales), *others = ranks4.run(train_with_overflows, case)
+    assert all(each == (loss, scales) for each in others), "all ranks have one scale"
+    ratios = [after / before for before, after in pairwise(scales)]
+    assert set(ratios) == {0.5, 1.0, 2.0} and ratios[0] == 0.5
+    assert 0.5 in ratios[ratios.index(2.0) :], "it has grown until it overflowed again"
+    exact = ranks4.run(evaluate_after, replace(case, precision=FP32))[0]
+    assert loss == pytest.approx(exact, rel=1e-2)
 
 
 def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None:
@@ -369,12 +414,21 @@ def test_every_schedule_is_exact_on_three_ranks(ranks3: Ranks, name: str, num_mi
     assert size <= 1e-10, whose
 
 
-@pytest.mark.parametrize("name", ["dp4", thorough("tp4 with sp"), "tp4 overlapped", "pp2 tp2", thorough("zero 3")])
-def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: str) -> None:
-    layout = AXES[name]
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *product(("dp4", "tp4 overlapped", "pp2 tp2"), [BF16]),
+        *(thorough((name, BF16)) for name in ("tp4 with sp", "zero 3")),
+        *product(("tp4 with sp", "pp4", "zero 3"), [FP16]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.compute,
+)
+def test_halves_err_no_more_than_those_of_one_process_do(ranks4: Ranks, name: str, precision: Precision) -> None:
+    """fp16 with the same scale there and here."""
+    layout, scale = AXES[name], 2.0**12 if precision == FP16 else None
     exact = run_reference(Case(layout))
-    alone = run_reference(Case(layout, precision=BF16))
-    spread = merge(ranks4.run(run_layout, Case(layout, precision=BF16)))
+    alone = run_reference(Case(layout, precision=precision, loss_scale=scale))
+    spread = merge(ranks4.run(run_layout, Case(layout, precision=precision, loss_scale=scale)))
     assert abs(spread.loss / run_reference(Case(layout, precision=FP32)).loss - 1) <= 2e-2
     for parameter, gradient in exact.gradients.items():
         allowed = 2 * relative_difference(alone.gradients[parameter], gradient)

@@ -27,8 +27,8 @@ from dtlayout.spec.kernels import Kernels, OpenKernels
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike", "layout",
-    "fullest_expert", "fullest_expert_block", "expert_imbalance", "router_entropy", "router_square",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike", "loss_scale",
+    "layout", "fullest_expert", "fullest_expert_block", "expert_imbalance", "router_entropy", "router_square",
 ]  # fmt: skip
 
 
@@ -346,4 +346,37 @@ def test_a_mixture_of_experts_is_balanced_by_its_biases_and_resumes_to_the_bit(t
     assert launch(2, files.config, *options, f"--train.run_folder={again}", log=log) == 0, log.read_text()
     assert "after 20 steps" in log.read_text()
     for key in ("loss", "grad_norm", "fullest_expert", "router_entropy"):
+        assert [line[key] for line in read_lines(again)] == [line[key] for line in lines]
+
+
+def test_a_run_in_fp16_says_what_overflows_at_which_scale_and_resumes_to_the_bit(tmp_path):
+    files, log = write_tiny(tmp_path, steps=14, num_layers=2), tmp_path / "log"
+    options = [
+        "--precision.compute=float16", "--train.loss_scale=4194304", "--train.loss_scale_steps=3", "--layout.tp=2",
+        "--checkpoint.every=5", "--checkpoint.keep=3", "--checkpoint.export=true",
+    ]  # fmt: skip
+    assert launch(2, files.config, *options, log=log) == 0, log.read_text()
+    assert json.loads((files.run / "hf" / "config.json").read_text())["torch_dtype"] == "float16"
+    lines, said = read_lines(files.run), log.read_text()
+    scales = {line["step"]: line["loss_scale"] for line in lines}
+    skipped = read_summary(files.run)["skipped"]
+    assert skipped and sorted([*scales, *skipped]) == list(range(1, 15)) and 1 in skipped
+    expected, num_fine = 2.0**22, 0
+    for step in range(1, 15):
+        if step in skipped:
+            assert f"step {step}: gradients overflow at the loss scale {expected:g}: nothing is updated; it is " in said
+            expected, num_fine = expected / 2, 0
+            continue
+        assert scales[step] == expected
+        num_fine += 1
+        if num_fine == 3:
+            expected, num_fine = expected * 2, 0
+    assert skipped != list(range(1, len(skipped) + 1)), "it has grown until it overflowed again"
+    again = Path(shutil.copytree(files.run, tmp_path / "again", symlinks=True))
+    for step in (10, 14):  # in the middle of steps without an overflow
+        shutil.rmtree(again / "checkpoints" / f"step-{step:08}")
+    (again / "summary.json").unlink()
+    assert launch(2, files.config, *options, f"--train.run_folder={again}", log=log) == 0, log.read_text()
+    assert "after 5 steps" in log.read_text()
+    for key in ("step", "loss", "grad_norm", "loss_scale"):
         assert [line[key] for line in read_lines(again)] == [line[key] for line in lines]

@@ -53,11 +53,12 @@ DEEPSEEK = replace(
 SPREAD = Layout(dp_shard=4, tp=2, pp=2, ep=8, ep_overlap=True, ep_dispatcher="deepep", schedule="1f1b")
 
 
-def job_of(engine, layout, *, model="llama3.1-8b", kernels=None, matmuls="compute", optimizer=None):
+def job_of(engine, layout, *, model="llama3.1-8b", kernels=None, matmuls="compute", compute="bfloat16", optimizer=None):
     cluster = Cluster(gpu=find_gpu("b200-180g-sxm"), num_gpus=layout.world_size, gpus_per_node=8)
     scenario = Scenario(
         model=PRESETS[model] if isinstance(model, str) else model, batch=Batch(global_batch=256, seq_len=4096),
-        cluster=cluster, engine=find_engine(engine, cluster.gpu.name), precision=Precision(matmuls=matmuls),
+        cluster=cluster, engine=find_engine(engine, cluster.gpu.name),
+        precision=Precision(matmuls=matmuls, compute=compute),
         optimizer=optimizer or AdamW(),
     )  # fmt: skip
     return Job(scenario, estimate(scenario, layout, kernels or Kernels(attention="sdpa-cudnn")), steps=100)
@@ -316,6 +317,11 @@ GAPS = [
     ("nanotron", {"layout": LAYOUTS["interleaved"]}, "layout.schedule=interleaved-1f1b is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["cut"]}, "predicted are 11, 11, 10 blocks"),
     ("nanotron", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
+    *(
+        (engine, {"optimizer": AdamW(state_format="bfloat16")}, "optimizer.state_format=bfloat16 is not written")
+        for engine in PROGRAMS
+    ),
+    ("torchtitan", {"compute": "float16"}, "precision.compute=float16 is no choice of mixed_precision_param"),
     ("nanotron", {}, "model.rope_scaling is left out"),
 ]
 

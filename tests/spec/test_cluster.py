@@ -185,7 +185,7 @@ def test_the_cpu_can_be_predicted_with_but_is_no_gpu_that_mfu_knows():
 def test_every_number_is_plausible(name):
     gpu = find_gpu(name)
     measured = {"peak_fp32_flops_per_s", "ranks_at_once", "prediction_error", "achieved"}  # of users' machines alone
-    optional = {"peak_fp8_flops_per_s", "peak_fp4_flops_per_s", "board_power_w"}
+    optional = {"peak_fp16_flops_per_s", "peak_fp8_flops_per_s", "peak_fp4_flops_per_s", "board_power_w"}
     described = {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured - optional
     assert {*RANGES, *HOSTS} == described
     outside = {key: getattr(gpu, key) for key, (low, high) in RANGES.items() if not low <= getattr(gpu, key) <= high}

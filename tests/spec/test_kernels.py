@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.models.presets import find_preset
-from dtlayout.spec.cluster import known_gpus
+from dtlayout.spec.cluster import find_gpu, known_gpus
 from dtlayout.spec.device import Device, device_of
 from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, Kernel, KernelRequest, NormKernel, Package
 from dtlayout.spec.kernel_table import (
@@ -34,11 +34,14 @@ HERE = Device("cuda", packages=frozenset())
 """A GPU without any package."""
 
 
-def test_flash_attention_on_cuda_computes_in_bf16_alone():
+def test_flash_attention_on_cuda_computes_in_halves_alone():
     Kernels().check(need(CUDA, compute="bfloat16"))
+    Kernels().check(need(CUDA, compute="float16"))
     Kernels().check(need(CPU, compute="float32"))
     Kernels(attention="sdpa-math").check(need(CUDA, compute="float32"))
-    with pytest.raises(InvalidConfig, match=r"use precision.compute=bfloat16 or kernels.attention=sdpa-math"):
+    with pytest.raises(
+        InvalidConfig, match=r"use precision.compute=bfloat16 or \S+=float16 or kernels.attention=sdpa-math"
+    ):
         Kernels().check(need(CUDA, compute="float32"))
 
 
@@ -58,6 +61,9 @@ def need(device: Device, **asked) -> KernelRequest:
         ("cuda", (), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (9, 0), "bfloat16", None, "sdpa-cudnn"),
         ("auto", (), "bfloat16", None, "sdpa-flash"),
+        ("cuda", (8, 0), "float16", ("flash_attn",), "sdpa-flash"),
+        ("cuda", (7, 0), "float16", ("flash_attn",), "sdpa-efficient"),
+        ("cpu", (), "float16", (), "blockwise"),
         ("cuda", (9, 0), "float32", ("flash_attn_interface",), "sdpa-efficient"),
         ("cuda", (9, 0), "float64", ("flash_attn_interface",), "sdpa-math"),
     ],
@@ -141,7 +147,7 @@ def test_other_engines_have_their_usual_kernels_where_none_is_asked_for():
 
 @given(
     device=st.sampled_from([Device(), CPU, CUDA, HERE, HOPPER, *map(device_of, known_gpus().values())]),
-    compute=st.sampled_from(["float64", "float32", "bfloat16"]),
+    compute=st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
     asked=st.fixed_dictionaries(
         {
             "deterministic": st.booleans(),
@@ -171,6 +177,17 @@ def test_flash_attention_3_is_for_hopper():
         InvalidConfig, match=r"compute capability 9, and this GPU has 8\.6; use kernels.attention=sdpa-"
     ):
         kernels.check(need(Device("cuda", capability=(8, 6))))
+
+
+def test_kernels_that_a_v100_or_fp16_does_not_run_are_refused():
+    v100 = device_of(find_gpu("v100-32g-sxm"))
+    refused = r"sdpa-flash runs on compute capability 8 and above, and this GPU has 7\.0; use kernels.attention=sdpa-"
+    with pytest.raises(InvalidConfig, match=refused):
+        Kernels(attention="sdpa-flash").check(need(v100, compute="float16"))
+    (problem,) = Kernels(attention="sdpa-math", experts="grouped").problems(
+        need(AMPERE, compute="float16", expert_widths=(64, 24))
+    )
+    assert problem.startswith("kernels.experts=grouped does not compute in precision.compute=float16 on CUDA")
 
 
 def test_a_kernel_for_one_generation_of_gpus_is_refused_on_a_named_gpu_of_another():
@@ -225,10 +242,10 @@ def test_a_kernel_that_no_device_has_in_this_format_is_refused_before_the_device
     (problem,) = Kernels(attention="flash-attn").problems(exact)
     assert problem == (
         "kernels.attention=flash-attn does not compute in precision.compute=float64; "
-        "use precision.compute=bfloat16 or kernels.attention=sdpa-flash"
+        "use precision.compute=bfloat16 or precision.compute=float16 or kernels.attention=sdpa-flash"
     )
     (problem,) = Kernels(norm="liger").problems(exact)
-    assert problem.endswith("use precision.compute=float32 or precision.compute=bfloat16 or kernels.norm=fused")
+    assert problem.endswith("precision.compute=bfloat16 or precision.compute=float16 or kernels.norm=fused")
     (problem,) = Kernels(attention="torch").problems(need(Device()))
     assert "can only be predicted; use kernels.attention=sdpa-flash" in problem
 
@@ -310,7 +327,7 @@ def test_every_kernel_that_docs_kernels_names_is_there_and_runs_where_the_table_
     lines = (Path(__file__).parents[2] / "docs" / "reference" / "kernels.md").read_text().splitlines()
     rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     rows = rows[2 : rows.index(next(row for row in rows if row[0] == "compile"))]
-    short = {"float64": "float64", "float32": "fp32", "bfloat16": "bf16"}
+    short = {"float64": "float64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     operations: list[str] = []
     documented = set()
     for key, value, _, cpu, cuda in rows:
@@ -320,7 +337,7 @@ def test_every_kernel_that_docs_kernels_names_is_there_and_runs_where_the_table_
             kernel = KERNELS[operation][name]
             for cell, formats in ((cpu, kernel.cpu), (cuda, kernel.cuda)):
                 if cell == "every format":
-                    assert len(formats) == 3, name
+                    assert len(formats) == 4, name
                 else:
                     assert {f for f, word in short.items() if word in cell.split(";")[0]} == set(formats), name
     assert documented == {(kernel.operation, kernel.name) for kernel in list_kernels(Kernel)}

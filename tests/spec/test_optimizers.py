@@ -21,8 +21,16 @@ from dtlayout.spec.precision import Precision
 
 @pytest.mark.parametrize(
     ("optimizer", "state_bytes", "update_bytes"),
-    [(AdamW(), 8, 28), (SGD(), 4, 32), (SGD(momentum=0.0), 0, 12), (SGD(weight_decay=0.1), 4, 44)],
-    ids=["adamw", "sgd", "no momentum", "sgd that decays"],
+    [
+        (AdamW(), 8, 28),
+        (SGD(), 4, 32),
+        (SGD(momentum=0.0), 0, 12),
+        (SGD(weight_decay=0.1), 4, 44),
+        (AdamW(state_format="bfloat16"), 4, 20),
+        (SGD(state_format="bfloat16"), 2, 22),
+        (SGD(state_format="bfloat16", momentum=0.0), 0, 12),
+    ],
+    ids=["adamw", "sgd", "no momentum", "sgd that decays", "adamw in bf16", "sgd in bf16", "no momentum in bf16"],
 )
 def test_state_and_traffic_of_an_fp32_parameter_are_what_torch_keeps_and_moves(optimizer, state_bytes, update_bytes):
     assert (optimizer.state_bytes(4), optimizer.update_bytes) == (state_bytes, update_bytes)
@@ -38,7 +46,7 @@ def test_every_engine_keeps_the_state_of_the_scenarios_optimizer(engine):
         engine=find_engine(engine, "a100-80g-sxm"),
     )
     kept, seconds = [], []
-    for optimizer in (AdamW(), SGD(), SGD(momentum=0.0)):
+    for optimizer in (AdamW(), SGD(), SGD(momentum=0.0), AdamW(state_format="bfloat16")):
         estimate = Estimator(replace(scenario, optimizer=optimizer)).estimate(layout, Kernels())
         kept.append(estimate.memory[0].optimizer)
         seconds.append(estimate.time.optimizer)
@@ -46,7 +54,8 @@ def test_every_engine_keeps_the_state_of_the_scenarios_optimizer(engine):
     counters = 4 * (9 * model.num_layers + 3) if scenario.engine.features.sharding == "fsdp2" else 0
     assert kept[0] - kept[1] == pytest.approx(a_tensor + counters)
     assert kept[1] - kept[2] == pytest.approx(a_tensor)
-    assert seconds[2] < seconds[0] < seconds[1]
+    assert kept[0] - kept[3] == pytest.approx(a_tensor)  # half of two
+    assert seconds[2] < seconds[3] < seconds[0] < seconds[1]
 
 
 def test_state_is_in_the_parameters_format_unless_the_optimizer_says_another():
@@ -59,6 +68,21 @@ def test_state_is_in_the_parameters_format_unless_the_optimizer_says_another():
     assert [Coarse().state_bytes(size) for size in (8, 4, 2)] == [10, 6, 4]
     assert Scenario.__dataclass_fields__["optimizer"].default_factory() == AdamW()
     assert Precision().params == "float32"
+
+
+def test_a_format_of_state_that_is_unknown_or_in_which_it_never_falls_is_refused():
+    with pytest.raises(InvalidConfig, match=r"optimizer.state_format='float16' is unknown; use one of \['', 'bfloat16"):
+        AdamW(state_format="float16")
+    with pytest.raises(InvalidConfig) as caught:
+        AdamW(state_format="bfloat16", beta1=0.999, beta2=0.998)
+    assert caught.value.problems[1] == (
+        "optimizer.beta2=0.998 takes 0.20% off at a step, which bfloat16 can round to nothing, so that the state never "
+        "falls; use beta2 up to 0.996, or leave out optimizer.state_format"
+    )
+    assert len(caught.value.problems) == 2
+    with pytest.raises(InvalidConfig, match=r"optimizer\.momentum=0\.999 takes"):
+        SGD(state_format="bfloat16", momentum=0.999)
+    AdamW(beta2=0.999), AdamW(state_format="bfloat16", beta2=0.996), SGD(state_format="bfloat16", momentum=1.0)
 
 
 def test_a_value_outside_its_range_is_refused_wherever_it_is_made():

@@ -4,12 +4,14 @@ import re
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dtlayout.base import errors
 from dtlayout.base.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.device import Device, check_format, device_of
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, LatentAttention, ModelShape, divisors
@@ -104,13 +106,14 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(make, name):
         make(**{name: "magic"})
     known = re.findall(r"'([\w-]+)'", str(caught.value).partition("use one of")[2])
     assert [
-        getattr(make(**{name: k, **({"compute": "bfloat16"} if make is Precision else {})}), name) for k in known
+        getattr(make(**{name: k, **({"compute": "float16"} if make is Precision else {})}), name) for k in known
     ] == known
     assert len(known) > 1
 
 
 @given(*[st.sampled_from(sorted(BYTES))] * 3)
 def test_masters_are_never_coarser_than_what_is_computed(params, compute, reduce):
+    assume(params != "float16" and (reduce != "float16" or compute == "float16"))
     if BYTES[params] >= BYTES[compute]:
         Precision(params=params, compute=compute, reduce=reduce)
         return
@@ -118,6 +121,32 @@ def test_masters_are_never_coarser_than_what_is_computed(params, compute, reduce
         Precision(params=params, compute=compute, reduce=reduce)
     advised = re.search(r"use params=(\w+) or finer", str(caught.value))[1]
     Precision(params=advised, compute=compute, reduce=reduce)
+
+
+def test_fp16_is_no_format_of_masters_and_sums_only_what_a_scale_lifts():
+    with pytest.raises(InvalidConfig, match=r"params=float16 cannot hold updates: .*; use params=float32"):
+        Precision(params="float16", compute="float16")
+    with pytest.raises(
+        InvalidConfig, match=r"reduce=float16 sums gradients that nothing scales in precision\.compute=b"
+    ):
+        Precision(reduce="float16")
+    Precision(compute="float16", reduce="float16")
+
+
+V100 = device_of(find_gpu("v100-32g-sxm"))
+
+
+@pytest.mark.parametrize(
+    ("device", "compute"),
+    [(V100, "float16"), (V100, "float32"), (device_of(find_gpu("a100-80g-sxm")), "bfloat16"),
+     (device_of(find_gpu("mi300x-192g")), "bfloat16"), (Device("cuda"), "bfloat16"), (Device("cpu"), "bfloat16")],
+)  # fmt: skip
+def test_only_bf16_on_a_gpu_that_is_known_to_lack_it_is_refused(device, compute):
+    assert check_format(compute, device) == []
+    (refusal,) = check_format("bfloat16", V100)
+    assert refusal.what == (
+        "precision.compute=bfloat16 is nothing that v100-32g-sxm, of compute capability 7.0, multiplies in"
+    )
 
 
 @given(st.integers(1, 9), st.integers(1, 40))

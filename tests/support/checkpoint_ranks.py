@@ -97,6 +97,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 def note_equal(found: dict[str, np.ndarray], name: str, tensor: Tensor) -> None:
     """Add a whole tensor, of which two stages of a rank may have a copy each, to the bit the same."""
+    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # which numpy has not
     array = tensor.detach().clone().numpy()
     assert np.array_equal(found.setdefault(name, array), array), f"{name} differs between two stages of a rank"
 

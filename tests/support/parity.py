@@ -41,6 +41,7 @@ from dtlayout.spec.optimizers import AdamW, Optimizer
 from dtlayout.spec.precision import Precision
 from dtlayout.training.batches import take_own
 from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.loss_scale import LossScale
 from dtlayout.training.optimizer import JointOptimizer, build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
 
@@ -62,8 +63,10 @@ SEQ_LEN, MAX_NORM, SEED = 16, 0.05, 7
 EXACT = Precision(params="float64", compute="float64", reduce="float64")
 FP32 = Precision(params="float32", compute="float32", reduce="float32")
 BF16 = Precision()
+FP16 = Precision(compute="float16")
 SMOOTH = AdamW(lr=1e-2, eps=1e-3)
 """With an epsilon that keeps the update smooth in the gradient, so that errors are not amplified."""
+LEAN = replace(SMOOTH, state_format="bfloat16")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Case:
     seq_len: int = SEQ_LEN
     optimizer: Optimizer = SMOOTH
     num_steps: int = 1
+    loss_scale: float | None = None
 
     @property
     def batch(self) -> Batch:
@@ -133,8 +137,10 @@ def run_reference(case: Case) -> Outcome:
     for _ in range(case.num_steps):
         for name, parameter in model.named_parameters():
             parameter.data, parameter.grad = parameters[name].detach().to(dtype), None
-        loss = sum(_run_microbatches(model, case, tokens, documents, targets))
-        gradients = {name: p.grad.to(trained[name].dtype) for name, p in model.named_parameters() if name in trained}
+        scale = case.loss_scale or 1.0
+        loss = sum(_run_microbatches(model, case, tokens, documents, targets)) / scale
+        found = {name: p.grad for name, p in model.named_parameters() if name in trained}
+        gradients = {name: gradient.to(trained[name].dtype) / scale for name, gradient in found.items()}
         for name, parameter in trained.items():
             parameter.grad = gradients[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), MAX_NORM)
@@ -161,7 +167,7 @@ def _run_microbatches(
     model: Llama, case: Case, tokens: Tensor, documents: Documents | None, targets: Tensor
 ) -> Iterator[Tensor]:
     """Forward and backward of the batch: at once, or where routers have losses in microbatches, by which they count."""
-    experts, num_targets = case.model.experts, float((targets != IGNORED).sum())
+    experts, num_targets = case.model.experts, float((targets != IGNORED).sum()) / (case.loss_scale or 1.0)
     by_microbatch = experts is not None and (experts.balance_loss or experts.z_loss)
     for mixture in list_mixtures(model).values():
         mixture.counts.num_targets = num_targets
@@ -203,7 +209,7 @@ def run_layout(case: Case) -> Outcome | None:
     step.optimizer.register_step_pre_hook(keep_gradients)
     tokens, targets = local_rows(case)
     for _ in range(case.num_steps):
-        result = step(tokens, targets, local_starts(case))
+        result = step(tokens, targets, local_starts(case), loss_scale=case.loss_scale)
     scale = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))  # what clipping did to them
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters: dict[str, np.ndarray] = {}
@@ -359,7 +365,17 @@ def make_optimizer(
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=values["lr"], momentum=values["momentum"])
     betas = values["beta1"], values["beta2"]
-    return torch.optim.AdamW(groups, lr=values["lr"], betas=betas, eps=values["eps"], fused=True)
+    adamw = torch.optim.AdamW(groups, lr=values["lr"], betas=betas, eps=values["eps"], fused=True)
+    if settings.state_format:
+        adamw.register_step_post_hook(_round_moments)
+    return adamw
+
+
+def _round_moments(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Leave in both moments what bf16 keeps of them, in the parameters' format."""
+    for state in optimizer.state.values():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[kind] = state[kind].bfloat16().to(state[kind].dtype)
 
 
 def merge(outcomes: list[Outcome | None]) -> Outcome:
@@ -402,17 +418,22 @@ def _to_numpy(tensors: dict) -> dict[str, np.ndarray]:
 
 
 def skip_between_steps(case: Case) -> bool:
-    """Whether two steps end with the same bits on this rank if one stands between them whose loss is not finite.
+    """Whether two steps end with the same bits on this rank if one stands between them that is not finite.
 
-    A weight of the last rank alone is poisoned for it. AssertionError if that step changes a bit of anything.
+    A weight of the last rank alone is poisoned for it, or its gradients overflow at a huge scale where the case has
+    one. AssertionError if that step changes a bit of anything.
     """
     ends = []
     for is_poisoned in (False, True):
         assembly, step = build_step(case)
         tokens, targets = local_rows(case)
         weights = [_to_local(parameter) for module in assembly.modules for parameter in module.parameters()]
-        step(tokens, targets)
-        if is_poisoned:
+        step(tokens, targets, loss_scale=case.loss_scale)
+        if is_poisoned and case.loss_scale:
+            before = _read_bits(weights, step)
+            assert step(tokens, targets, loss_scale=2.0**60).overflows, "the overflow was not seen"
+            assert all(map(torch.equal, before, _read_bits(weights, step))), "a step that overflows has updated"
+        elif is_poisoned:
             place = weights[-1].view(-1)[:1]
             value = place.clone()
             if dist.get_rank() == dist.get_world_size() - 1:
@@ -421,9 +442,33 @@ def skip_between_steps(case: Case) -> bool:
             assert not step(tokens, targets).is_finite, "the poison was not seen"
             assert all(map(torch.equal, before, _read_bits(weights, step))), "a step that is not finite has updated"
             place.copy_(value)
-        step(tokens, targets)
+        step(tokens, targets, loss_scale=case.loss_scale)
         ends.append(_read_bits(weights, step))
     return all(map(torch.equal, *ends))
+
+
+def evaluate_after(case: Case) -> float:
+    """The loss after `num_steps` steps."""
+    _, step = build_step(case)
+    for _ in range(case.num_steps):
+        step(*local_rows(case), local_starts(case))
+    return step.evaluate(*local_rows(case), local_starts(case))[0]
+
+
+def train_with_overflows(case: Case) -> tuple[float, list[float]]:
+    """The loss after `num_steps` updates, and the scales of all steps, of which some overflow and update nothing.
+
+    The first scale is far too large, and soon grows to be so again.
+    """
+    _, step = build_step(case)
+    scale, scales, num_updates = LossScale(2.0**40, 4), list[float](), 0
+    while num_updates < case.num_steps:
+        result = step(*local_rows(case), local_starts(case), loss_scale=scale.value)
+        assert result.is_finite or result.overflows
+        num_updates += result.is_finite
+        scales.append(scale.value)
+        scale.add(result)
+    return step.evaluate(*local_rows(case), local_starts(case))[0], scales
 
 
 def offload_without_a_bit(case: Case) -> int:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.work import WorkCounter
@@ -126,6 +127,49 @@ def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
     assert tracker.current.optimizer == parameter.numel() * settings.state_bytes(4) + settings.step_bytes
     state = {name for name in optimizer.state[parameter] if name != "step"}
     assert state == set(settings.state)
+
+
+COARSE = [AdamW(state_format="bfloat16", weight_decay=0.2), SGD(state_format="bfloat16")]
+
+
+@pytest.mark.parametrize("settings", COARSE, ids=["adamw", "sgd"])
+def test_a_gpus_update_keeps_and_moves_what_is_said_of_state_in_bf16(settings):
+    """A dry run's tensors stand for a GPU's, on which one kernel takes both formats."""
+    with FakeTensorMode():
+        stage = nn.ModuleDict({"lm_head": nn.Linear(64, 64, bias=False)})
+        optimizer = build_optimizer([stage], MODEL, settings)
+        (parameter,) = stage.parameters()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        counter = WorkCounter(lambda: None)
+        with StorageTracker([stage], [optimizer], observers=[counter.observe]) as tracker:
+            optimizer.step()
+    moved = sum(what.moved_bytes * count for (_, what), count in counter.counts.items())
+    assert moved == pytest.approx(parameter.numel() * settings.update_bytes, rel=1e-3)
+    assert tracker.current.optimizer == parameter.numel() * settings.state_bytes(4) + settings.step_bytes
+
+
+def test_moments_in_bf16_are_rounded_once_a_step_whatever_chunks_they_are_converted_in(monkeypatch):
+    monkeypatch.setattr("dtlayout.training.coarse_state._CHUNK", 7)
+    settings, generator = AdamW(state_format="bfloat16", weight_decay=0.2), torch.Generator().manual_seed(1)
+    stage, other = (nn.ModuleDict({"lm_head": nn.Linear(6, 5, bias=False)}).double() for _ in range(2))
+    other.load_state_dict(stage.state_dict())
+    optimizer = build_optimizer([stage], MODEL, settings)
+    usual = build_optimizer([other], MODEL, AdamW(weight_decay=0.2))
+    (parameter,), (expected,) = stage.parameters(), other.parameters()
+    for each in (optimizer, usual):
+        set_learning_rate(each, 0.1)
+    for _ in range(4):
+        parameter.grad = torch.randn(5, 6, generator=generator, dtype=torch.float64)
+        expected.grad = parameter.grad.clone()
+        optimizer.step()
+        usual.step()
+        for kind in settings.state:
+            kept = usual.state[expected][kind]
+            kept.copy_(kept.bfloat16())
+            assert torch.equal(optimizer.state[parameter][kind], kept.bfloat16())
+    assert torch.allclose(parameter, expected, rtol=1e-12, atol=0)
+    assert optimizer.state[parameter]["step"] == 4
 
 
 def test_a_stage_without_matrices_or_without_vectors_has_one_group():

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from dtlayout.base.errors import EXIT_STOPPED, CheckpointError, InvalidConfig, KernelError
+from dtlayout.base.errors import EXIT_STOPPED, CheckpointError, InvalidConfig, InvalidLayout, KernelError
 from dtlayout.base.lease import LEASE_NAME
 from dtlayout.base.signals import StopRequest
 from dtlayout.config.loading import parse_config
@@ -83,6 +83,15 @@ def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, nam
     assert len(caught.value.problems) == 1
 
 
+def test_bf16_is_refused_before_ranks_join_on_a_gpu_that_has_none(monkeypatch):
+    tables = {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 8}, "train": {"steps": 1}}
+    monkeypatch.setattr(start, "open_device", lambda *_: Device("cuda", "an old GPU", None, (7, 5)))
+    monkeypatch.setattr(run, "join_ranks", lambda *_: pytest.fail("ranks joined"))
+    refused = r"bfloat16 is nothing that an old GPU, of compute capability 7\.5, .* use precision.compute=float16"
+    with pytest.raises(InvalidLayout, match=refused):
+        run.train(parse_config(tables), Layout(), StopRequest())
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_determinism_is_asked_for_before_the_device_is_opened_and_cudnn_refused(monkeypatch, deterministic):
     train = {"steps": 1, "deterministic": deterministic}
@@ -154,6 +163,7 @@ class FakeTrainer(Trainer):
         self.clock, self.results, self.config, self.layout = clock, results, config, Layout()
         self.spikes, self.learning_rate = SpikeDetector(spikes), SimpleNamespace(at=lambda index: 0.1)
         self.assembly = SimpleNamespace(runtime=None, modules=[])
+        self.loss_scale = None
         self.batches, self.optimizer, self.watch = SimpleNamespace(samples=None), None, mock.Mock(spec=Watchdog)
 
     def fetch_ahead(self, steps):
@@ -234,6 +244,7 @@ def play(
     monkeypatch.setattr("dtlayout.training.observers.saves.save", save)
     monkeypatch.setattr("dtlayout.training.observers.spikes.save", save)
     monkeypatch.setattr("dtlayout.training.observers.nonfinite.fill_state", lambda *_: None)
+    monkeypatch.setattr("dtlayout.training.observers.loss_scale.fill_state", lambda *_: None)
     monkeypatch.setattr(order, "KernelObserver", lambda *_: Observer())
     monkeypatch.setattr(order, "replace", lambda batches, **_: batches)
     meter = SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1], peaks_by_pp_rank=[1])
@@ -329,6 +340,16 @@ def test_a_step_that_is_skipped_is_not_noted_and_a_checkpoint_within_the_run_wai
     assert ended == (0, 3)
     assert [f"note {step + 1}" in clock.done for step in range(3)] == [step != bad for step in range(3)]
     assert [what for what in clock.done if what.startswith("save")] == saved
+
+
+@pytest.mark.parametrize(
+    ("change", "ended"), [({}, (0, 3)), ({"loss_scale": 1.0}, (4, 1)), ({"loss": math.nan}, (4, 1))]
+)
+def test_gradients_that_overflow_end_no_run_as_long_as_their_scale_can_fall(monkeypatch, change, ended):
+    bad = replace(FINE, **{"grad_norm": math.inf, "loss_scale": 8.0, **change})
+    clock, found, _ = play(monkeypatch, [FINE, bad, FINE], every=2)
+    assert found == ended and "note 2" not in clock.done
+    assert [what for what in clock.done if what.startswith("save")] == ["save 3"] * (ended[0] == 0)
 
 
 def test_the_state_that_met_a_spike_is_kept_once_and_counts_for_no_step(monkeypatch):

@@ -15,16 +15,18 @@ class NonFiniteObserver(Observer):
 
     def __init__(self, trainer: Trainer, records: Records):
         self.trainer, self.records = trainer, records
+        self._found: list[int] = []
 
     def on_result(self, step: ObservedStep) -> None:
-        if not step.result.is_finite and not self._skip(step):
+        if not step.result.is_finite and not step.result.overflows and not self._skip(step):
             step.exit_code = EXIT_NON_FINITE
 
     def _skip(self, step: ObservedStep) -> bool:
         """Note the samples of a step; whether the run goes on with the next one."""
-        skipped, number, config = self.records.skipped, step.number, self.trainer.config
-        skipped.append(number)
-        in_a_row = skipped[-MAX_SKIPPED:] == list(range(number - MAX_SKIPPED + 1, number + 1))
+        found, number, config = self._found, step.number, self.trainer.config
+        found.append(number)
+        self.records.skipped.append(number)
+        in_a_row = found[-MAX_SKIPPED:] == list(range(number - MAX_SKIPPED + 1, number + 1))
         goes_on = config.train.on_nonfinite == "skip" and not in_a_row
         noted = self.records.note_samples(self.trainer.batches.samples, number, step.result, "nonfinite")
         say = self.records.display.say

@@ -15,6 +15,7 @@ from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.observer import OBSERVERS, Observer
 from dtlayout.training.observers.folder import FolderObserver
 from dtlayout.training.observers.kernels import KernelObserver
+from dtlayout.training.observers.loss_scale import LossScaleObserver
 from dtlayout.training.observers.memory import MemoryObserver, PeakObserver
 from dtlayout.training.observers.nonfinite import NonFiniteObserver
 from dtlayout.training.observers.saves import SaveObserver
@@ -82,6 +83,7 @@ def make_observers(
         records,  # metrics.jsonl, trackers and the display
         *timeline,
         SpikeObserver(trainer, checkpoints, records),
+        LossScaleObserver(trainer, records),
         SaveObserver(trainer, checkpoints, records),
         *_make_registered(trainer, records, steps),
     ]

@@ -1,0 +1,52 @@
+"""The optimizer's state in bf16, offered where a layout does not fit with it in the parameters' format."""
+
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.spec.optimizers import Optimizer, RoleOptimizer, StateFormat
+from dtlayout.spec.precision import BYTES
+
+KEY = "state_format"
+"""The key of an optimizer that says the format of its state."""
+COARSE: StateFormat = "bfloat16"
+MEANING = "keeps the optimizer's state in bf16, which changes the numbers a little"
+
+
+class CoarseState(NamedTuple):
+    """A scenario whose optimizer keeps its state in bf16."""
+
+    scenario: Scenario
+    overrides: tuple[str, ...]
+    """Arguments of train.py that ask for it."""
+
+    @property
+    def option(self) -> str:
+        """Argument of recommend that asks for it."""
+        pairs = (override.removeprefix("--optimizer.") for override in self.overrides)
+        return f"--optimizer {','.join([self.scenario.optimizer.name, *pairs])}"
+
+
+def find_coarse_state(scenario: Scenario) -> CoarseState | None:
+    """The scenario with all state in bf16 that can be; None if that spares nothing, or if the optimizer refuses it."""
+    before = scenario.optimizer
+    try:
+        optimizer, keys = _coarsen(before)
+    except InvalidConfig:
+        return None
+    size = BYTES[scenario.precision.params]
+    if sum(part.state_bytes(size) for part in optimizer.parts) >= sum(part.state_bytes(size) for part in before.parts):
+        return None
+    return CoarseState(replace(scenario, optimizer=optimizer), tuple(f"--optimizer.{key}={COARSE}" for key in keys))
+
+
+def _coarsen(optimizer: Optimizer) -> tuple[Optimizer, list[str]]:
+    """The optimizer with its state in bf16, and the keys that say so."""
+    keys = list[str]()
+    if any(each.name == KEY for each in fields(optimizer)):
+        optimizer, keys = replace(optimizer, state_format=COARSE), [KEY]  # type: ignore[call-arg]
+    if isinstance(optimizer, RoleOptimizer):
+        rest, more = _coarsen(optimizer.rest)
+        optimizer, keys = replace(optimizer, rest=rest), [*keys, *(f"rest.{key}" for key in more)]
+    return optimizer, keys
