@@ -50,12 +50,20 @@ class LowRankLinear(Linear):
         narrow, wide = self.names
         base, added = made._replace(name=f"{self.module}.base"), made._replace(name=wide)
         inner = BlockTensor(narrow, self.rank, "stream" if self.style == "replicated" else "whole")
-        own = partial(TapeEntry, "matmul", kept_as=self.kept_as, puts_off=True, in_linear=True)
+        own = partial(TapeEntry, "matmul", kept_as=self.kept_as, puts_off=True, in_linear=True, continues=True)
         return (
-            matmul._replace(makes=(base,)),
+            matmul._replace(makes=(base,), is_local=False),
             own((read,), (inner,), (saved,), (f"{narrow}.weight",)),
             own((inner,), (added,), (inner,), (f"{wide}.weight",)),
-            TapeEntry("add", (base, added), (made,), shares_gradient=True, in_linear=True),
+            TapeEntry(
+                "add",
+                (base, added),
+                (made,),
+                shares_gradient=True,
+                in_linear=True,
+                is_local=self.is_local,
+                continues=True,
+            ),
             *closing,
         )
 
@@ -91,11 +99,13 @@ class RescaledLinear(Linear):
         product = partial(TapeEntry, "rescale", weights=(f"{self.name}.weight",), in_linear=True)
         if self.scales == "output":
             base = made._replace(name=f"{self.module}.base")
-            return (matmul._replace(makes=(base,)), product((base,), (made,), (base,), scratch=(base, base)), *closing)
+            rescaled = product((base,), (made,), (base,), scratch=(base, base), is_local=self.is_local, continues=True)
+            return (matmul._replace(makes=(base,), is_local=False), rescaled, *closing)
         scaled = read._replace(name=self.name)
         saved = read if self.style == "rowwise" else read._replace(name=self.reads, spread="input")
         kept = () if options.compiles else (saved,)
-        return product((read,), (scaled,), kept, scratch=(read, read)), matmul._replace(reads=(scaled,)), *closing
+        scale = product((read,), (scaled,), kept, scratch=(read, read))
+        return scale, matmul._replace(reads=(scaled,), continues=True), *closing
 
 
 def adapt(described: Description, adapter: Adapter) -> Description:

@@ -120,12 +120,12 @@ def _describe_attention(model: ModelShape) -> tuple[Operation, ...]:
         Norm("self_attn.k_norm", kv, model.num_kv_heads, reads="self_attn.k_proj"),
     )
     return (
-        Linear("self_attn.q_proj", "input_layernorm", h, q, "colwise", bias=bias),
-        Linear("self_attn.k_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True),
+        Linear("self_attn.q_proj", "input_layernorm", h, q, "colwise", bias=bias, is_local=True),
+        Linear("self_attn.k_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True, is_local=True),
         Linear("self_attn.v_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True),
         *(head_norms if model.qk_norm else ()),
         Rotary(q),
-        SelfAttention(model.num_heads, model.num_kv_heads, width, width, model.window),
+        SelfAttention(model.num_heads, model.num_kv_heads, width, width, model.window, values="self_attn.v_proj"),
         Linear("self_attn.o_proj", ATTENDED, q, h, "rowwise"),
     )
 

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, Literal
 
-from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
+from dtlayout.models.tape import GATHERED, HIDDEN, INPUT, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.recompute import Kept
 from dtlayout.spec.roles import Role
 
@@ -109,11 +109,11 @@ class Norm(BaseOperation):
         read, made = tensor(self.reads, self.width), tensor(self.module, self.width)
         exact = tensor(f"{self.module}.exact", self.width, format="exact")
         # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
-        kept = read if self.is_of_heads else read._replace(name=f"{self.module}.input")
+        kept = read if self.is_of_heads else read._replace(name=f"{self.module}{INPUT}")
         rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
         weights = name_trained(self.weights)
         if not options.separate_norms:
-            return (TapeEntry("norm", (read,), (made,), (kept, rows), weights, ends_first=True),)
+            return (TapeEntry("norm", (read,), (made,), (kept, rows), weights, ends_first=True, is_local=True),)
         product = exact if options.keeps_exact_product else read
         product = product._replace(name=f"{self.module}.product")
         saved = (product, rows) if self.trains or options.trains_all else (rows,)
@@ -128,7 +128,16 @@ class Norm(BaseOperation):
                 scratch=(exact,) * 4,
                 ends_first=True,
             ),
-            TapeEntry("scale", (exact,), (made,), saved, (), (exact,) * (2 + options.casts_norms)),
+            TapeEntry(
+                "scale",
+                (exact,),
+                (made,),
+                saved,
+                (),
+                (exact,) * (2 + options.casts_norms),
+                is_local=True,
+                continues=True,
+            ),
         )
 
 
@@ -154,6 +163,8 @@ class Linear(BaseOperation):
     """Whether it adds one to its outputs."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it, which reads the same."""
+    is_local: bool = False
+    """Whether its result is a variable of a module's forward, as in `TapeEntry`."""
     trains: bool = True
     """Whether its weights are trained."""
 
@@ -183,7 +194,7 @@ class Linear(BaseOperation):
             read = BlockTensor(f"{self.reads}{GATHERED}", self.inputs, "whole") if options.is_split else read
         elif self.style == "rowwise" and options.is_split:
             summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
-            closing = (TapeEntry("sum", (made,), (summed,)),)
+            closing = (TapeEntry("sum", (made,), (summed,), continues=True),)
         casts, saves = self.style != "replicated", self.saves_input and (self.trains or options.trains_all)
         if options.is_own_mixture and not casts:
             saves = self.trains or options.trains_all
@@ -194,7 +205,7 @@ class Linear(BaseOperation):
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             name_trained(self.own_weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
-            puts_off=True, in_linear=True,
+            puts_off=True, in_linear=True, is_local=self.is_local,
         )  # fmt: skip
         return (matmul, *closing)
 
@@ -233,6 +244,8 @@ class SelfAttention(BaseOperation):
     """Width of each value."""
     window: int = 0
     """Tokens that are attended to in every other block; 0 where all are that came before."""
+    values: str = ""
+    """Tensor that values are, as the module made it; empty where they are parts of one."""
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One entry; kernels keep more than it says (`costmodel.fsdp2.sizes`)."""
@@ -244,7 +257,8 @@ class SelfAttention(BaseOperation):
             )
         )  # fmt: skip
         read = (queries, keys, values)
-        return (TapeEntry("attention", read, (attended,), (*read, attended), kept_as=self.kept_as),)
+        made = (self.values,) * bool(self.values)
+        return (TapeEntry("attention", read, (attended,), (*read, attended), kept_as=self.kept_as, saves_made=made),)
 
     @property
     def query_width(self) -> int:
@@ -312,7 +326,7 @@ def record_activation(
     silu = active._replace(name=f"{active.name}.silu")
     return (
         TapeEntry("activation", (gate,), (silu,), (gate,)),
-        TapeEntry("activation", (silu, up), (active,), (silu, up)),
+        TapeEntry("activation", (silu, up), (active,), (silu, up), continues=True),
     )
 
 

@@ -11,6 +11,8 @@ from dtlayout.spec.recompute import Kept
 
 HIDDEN = "hidden"
 """Name of the residual stream: a block reads it, and each residual adds to it."""
+INPUT = ".input"
+"""Ends the name of what a norm saves of the stream: the stream's own tensor."""
 GATHERED = ".gathered"
 """Ends the name of a tensor of the stream that tp gathered, or copied to all of its ranks."""
 
@@ -75,6 +77,13 @@ class TapeEntry(NamedTuple):
     """Whether the gradient of its result and what it saved go before the gradients of its weights come, not after."""
     in_linear: bool = False
     """Whether it belongs to a linear layer: forward holds its result as long as that of a matmul."""
+    is_local: bool = False
+    """Whether its results are variables of a module's forward, which last until the branch is closed; else they last
+    until the last entry that reads them."""
+    continues: bool = False
+    """Whether it belongs to the call that the entry before it begins, which holds its inputs until it returns."""
+    saves_made: tuple[str, ...] = ()
+    """Results of entries before it that it saves under a name of its own, as attention does with values."""
 
 
 class TapeOptions(NamedTuple):
@@ -174,4 +183,4 @@ def _reads_unnamed_later(tape: Sequence[TapeEntry]) -> list[bool]:
 def gather_for(gathered: BlockTensor) -> TapeEntry:
     """The collective by which every tp rank gets a tensor of the stream."""
     own = gathered._replace(name=gathered.name.removesuffix(GATHERED), spread="stream")
-    return TapeEntry("gather", (own,), (gathered,))
+    return TapeEntry("gather", (own,), (gathered,), is_local=True)

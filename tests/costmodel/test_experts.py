@@ -294,9 +294,7 @@ def test_nothing_of_a_block_is_left_after_its_backward(sizes, recompute, layout,
     size, kind = Sizes(setting, layout, Kernels()), Recompute.parse(recompute)
     kept, again = size.kept(kind, 0), Recomputed(0.0, size.recomputed(kind, 0))
     weights = WeightGradients({}, pile_up=True)
-    whole = sequence(
-        (block_forward(size, kept, size.in_last_branch(kind, 0)), block_backward(size, weights, kept, again))
-    )
+    whole = sequence((block_forward(kept, size.in_forward(kind, 0)), block_backward(size, weights, kept, again)))
     assert sum(whole.left) == pytest.approx(0, abs=1e-3)
     assert sum(whole.fullest) > kept
 

@@ -99,9 +99,9 @@ def test_a_forward_holds_what_matmuls_read_whether_they_are_trained_or_not(monke
 
     frozen, trained, recomputed = size("frozen-matmuls"), size("llama"), Recompute.parse(recompute)
     assert frozen.block < trained.block
-    assert frozen.in_attention == trained.in_attention
+    # Variables of a branch are there in any case; what the first one no longer saves is gone when the second one runs.
     less = trained.kept(recomputed, 0) - frozen.kept(recomputed, 0)
-    assert frozen.in_last_branch(recomputed, 0) == trained.in_last_branch(recomputed, 0) - less
+    assert 0 <= trained.in_forward(recomputed, 0) - frozen.in_forward(recomputed, 0) <= less
 
 
 @pytest.mark.parametrize("engine", known_engines())

@@ -36,27 +36,26 @@ class WeightGradients(NamedTuple):
 class Recomputed(NamedTuple):
     """Bytes that a block which is computed again adds to what it has kept; none of a block that is not."""
 
-    in_attention: float
-    """Most bytes until attention is over."""
+    at_most: float
+    """Most bytes on the way."""
     left: float
     """Bytes held in the end."""
 
     @property
     def steps(self) -> Steps:
         """Changes of held bytes."""
-        return [(_A, self.in_attention), (_A, self.left - self.in_attention)] if self.left else []
+        return [(_A, self.at_most), (_A, self.left - self.at_most)] if self.left else []
 
 
-def block_forward(size: Sizes, kept: float, in_last_branch: float) -> Phase:
-    """Phase of a block's forward: fullest in attention or in the last branch, and `kept` bytes in the end."""
-    in_attention = size.in_attention
-    return changes((_A, in_attention), (_A, in_last_branch - in_attention), (_A, kept - in_last_branch))
+def block_forward(kept: float, at_most: float) -> Phase:
+    """Phase of a block's forward, which holds `at_most` bytes on its way and `kept` in the end."""
+    return changes((_A, at_most), (_A, kept - at_most))
 
 
 def forward_with_experts(size: Sizes, kept: float, begin: float, fullest: float) -> tuple[Phase, Phase]:
     """`block_forward` until its experts, which hold `begin` bytes then and at most `fullest`, and from there on."""
-    in_attention = size.in_attention
-    return changes((_A, in_attention), (_A, begin - in_attention)), changes((_A, fullest - begin), (_A, kept - fullest))
+    first = size.in_first_branch
+    return changes((_A, first), (_A, begin - first)), changes((_A, fullest - begin), (_A, kept - fullest))
 
 
 def backward_with_experts(

@@ -1,6 +1,12 @@
 """Liveness: which tensors of a tape are held while it is walked forwards or backwards.
 
-A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules of the walk backwards:
+A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules of the walk forwards:
+
+- A step holds what it reads and makes, and what is saved, or kept by recomputation, until then.
+- A result goes when the last step that reads it is over, or the call that this step belongs to.
+- A variable of a module stays until its branch is closed. The block's input stays until the block is over.
+
+Rules of the walk backwards:
 
 - A step makes the gradients of what it read; then those of what it made go, and what it alone had saved.
 - A tensor that several steps read has one gradient, to which later ones are added.
@@ -13,43 +19,58 @@ A tape is a block's steps with bytes in place of elements (`Sizes.tape`). Rules 
 Left out: what a kernel allocates and frees inside one call.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.fsdp2.tape import SizedEntry
-from dtlayout.models.tape import HIDDEN
+from dtlayout.models.tape import HIDDEN, INPUT
 
 _A = MemoryKind.ACTIVATIONS
 Steps = list[tuple[MemoryKind, float]]
 """Bytes that come (positive) and go (negative), one after the other."""
 
 
-def hold_until(tape: Sequence[SizedEntry], last: SizedEntry) -> float:
-    """Bytes held in forward while `last` ends: what it and entries before it save, and results of linear layers before
-    it. The residual stream is not among them, nor is the result of `last`."""
-    held = dict[str, float]()
-    for entry in tape[: tape.index(last) + 1]:
-        held |= entry.saves
-        if entry.in_linear and entry is not last:
-            held |= entry.makes
-            if entry.shares_gradient:
-                held = {name: size for name, size in held.items() if name not in entry.reads}
-    return sum(held.values())
+def walk_forward(tape: Sequence[SizedEntry], stream: float, stays: Sequence[Mapping[str, float]]) -> Iterator[float]:
+    """Bytes that a block's forward holds at its fullest in each entry, the block's input of `stream` bytes included.
 
-
-def hold_at_end(entries: Iterable[SizedEntry]) -> float:
-    """Most bytes held by a forward's last entries: what they save, and each result until it is read.
-
-    A matmul's input that was rescaled goes with it, and so do both terms of an adapter's sum.
+    `stays` has what is held from each entry on until the forward is over, and after it: tensors that are saved, or
+    results that recomputation keeps.
     """
-    held, fullest = dict[str, float](), 0.0
-    for entry in entries:
-        held |= entry.saves | entry.makes
-        fullest = max(fullest, sum(held.values()) + entry.forward_work)
-        if entry.in_linear and entry.kind != "rescale":
-            kept = (*entry.saves, *entry.saves_again)
-            held = {name: size for name, size in held.items() if name not in entry.reads or name in kept}
-    return fullest
+    last_reads, variables = _find_last_reads(tape), set[str]()
+    left, held = dict[str, float](), dict[str, float]()
+    for number, (entry, staying) in enumerate(zip(tape, stays, strict=True)):
+        saved = {name: size for name, size in entry.saves.items() if not name.endswith(INPUT)}
+        if entry.shares_gradient and HIDDEN in entry.makes:  # the modules of the branch have returned
+            held = {name: size for name, size in held.items() if name in entry.reads}
+        if entry.kind == "attention":  # its sizes are those of a kernel, which holds what it reads, or copies of that
+            held = {name: size for name, size in held.items() if name not in entry.saves_made} | saved
+            variables.update(saved)
+        own = {name: size for name, size in staying.items() if not name.endswith(INPUT)}
+        now = left | own | held
+        made = sum([size for name, size in entry.makes.items() if name == HIDDEN or name not in now])
+        yield stream + sum(now.values()) + made * (not entry.is_alias) + entry.forward_work
+        left |= own
+        held |= {} if entry.is_alias else entry.makes
+        variables.update(entry.makes if entry.is_local else ())
+        held = {
+            name: size for name, size in held.items()
+            if name in variables or name == HIDDEN or last_reads.get(name, -1) > number
+        }  # fmt: skip
+
+
+def _find_last_reads(tape: Sequence[SizedEntry]) -> dict[str, int]:
+    """Name → place of the last entry that reads it, or of the end of that entry's call, which holds its inputs."""
+    begin, begins, maker, found = 0, list[int](), dict[str, int](), dict[str, int]()
+    for number, entry in enumerate(tape):
+        begin = begin if entry.continues else number
+        begins.append(begin)
+        maker |= dict.fromkeys(entry.makes, number)
+    ends = {begin: number for number, begin in enumerate(begins)}
+    for number, entry in enumerate(tape):
+        for name in (*entry.reads, *entry.saves_made):
+            is_of_call = maker.get(name, -1) >= begins[number]
+            found[name] = max(found.get(name, -1), number if is_of_call else ends[begins[number]])
+    return found
 
 
 class BackwardWalk:

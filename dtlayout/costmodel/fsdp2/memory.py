@@ -246,8 +246,8 @@ class _Stage:
 
         def block_forward(each: BlockRun) -> Phase:
             if each.experts is None or not gathers:
-                return autograd.block_forward(each.size, each.kept, each.in_last_branch)
-            parts = autograd.forward_with_experts(each.size, each.kept, each.at_experts, each.in_last_branch)
+                return autograd.block_forward(each.kept, each.in_forward)
+            parts = autograd.forward_with_experts(each.size, each.kept, each.at_experts, each.in_forward)
             drop = sharding.drop(each.experts) if sharding.zero == 3 else IDLE
             return sequence((parts[0], sharding.gather(each.experts, each.unit), parts[1], drop))
 

@@ -26,8 +26,8 @@ class BlockRun(NamedTuple):
     """Bytes left by each for its backward."""
     recomputed: Recomputed
     """Bytes added to that when it is computed again."""
-    in_last_branch: float
-    """Bytes held in its forward's last branch."""
+    in_forward: float
+    """Bytes that its forward holds at its fullest."""
     num_blocks: int
     has_backward: bool
     """True if a weight in these blocks, or before them in the stage, is trained."""
@@ -58,11 +58,11 @@ def find_runs(
         kind, has_backward = model.kind_of(layer), layer not in forward_only
         size, num_blocks = sizes(kind, layer == last), 1 + len(others)
         unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts, base=base)
-        kept, again, in_branch = 0.0, Recomputed(0.0, 0.0), size.in_last_branch_only(recompute, layer)
+        kept, again = 0.0, Recomputed(0.0, 0.0)
         if has_backward:
             kept, left = size.kept(recompute, layer), size.recomputed(recompute, layer)
-            again = Recomputed(size.recomputed_in_attention(recompute) if left else 0.0, left)
-            in_branch = size.in_last_branch(recompute, layer)
+            again = Recomputed(size.recomputed_at_most(recompute) if left else 0.0, left)
+        in_forward = size.in_forward(recompute, layer, has_backward=has_backward)
         begin = size.in_experts(recompute, layer)[0] if experts else 0.0
-        runs.append(BlockRun(size, unit, kept, again, in_branch, num_blocks, has_backward, experts, begin))
+        runs.append(BlockRun(size, unit, kept, again, in_forward, num_blocks, has_backward, experts, begin))
     return runs

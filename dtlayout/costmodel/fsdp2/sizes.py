@@ -14,12 +14,12 @@ from functools import cached_property
 from itertools import takewhile
 from math import ceil
 
-from dtlayout.costmodel.fsdp2.liveness import hold_at_end, hold_until
+from dtlayout.costmodel.fsdp2.liveness import walk_forward
 from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
 from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of, weigh_base
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import ATTENDED
-from dtlayout.models.tape import TapeOptions
+from dtlayout.models.tape import HIDDEN, TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
 from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel, SwigluKernel
 from dtlayout.spec.kernel_table import find_kernel
@@ -103,7 +103,8 @@ class Sizes:
             tokens * sizes.compute, tokens * sizes.cast, tokens * sizes.exact, tokens * _INDEX_BYTES,
             layout.tp, self.stream_ranks, self.input_ranks,
             self.reorders, self.is_split and scenario.engine.features.dtensor_activations,
-            self.attention, self.attention_results, self.forward_work, self.backward_work,
+            self.attention, self.attention_results, self.copies_attention, self.forward_work, self.backward_work,
+            (4 + self.casts) * self.separate_rope,
             *weigh_base(scenario),
         )  # fmt: skip
 
@@ -131,6 +132,8 @@ class Sizes:
         saved: float = getattr(scenario.engine.constants, kernel.saved) if kernel.saved else 0.0
         saved *= tokens_of(scenario, layout) * model.num_heads / self.tp
         saved *= seq_len if kernel.holds_scores else model.head_width
+        self.copies_attention = kernel.copies_exactly and layout.cp == 1
+        """Whether attention keeps copies of queries, keys and values."""
         self.attention = inputs + self.attention_results + saved
         """Kept by attention, its output included."""
         self.forward_work = 0.0
@@ -252,64 +255,27 @@ class Sizes:
         """Kept by a block without recomputation."""
         return sum(entry.saved for entry in self.tape)
 
-    @cached_property
-    def in_attention(self) -> float:
-        """Held by a block's forward while attention runs: the stream, projections, and what is kept until then."""
-        attention = next(entry for entry in self._read_tape if entry.kind == "attention")
-        return self.stream + attention.forward_work + hold_until(self._read_tape, attention)
-
-    @cached_property
-    def last_branch(self) -> list[SizedEntry]:
-        """The steps of a block after its last norm, with all that their forward reads as saved."""
-        after = takewhile(lambda each: each.kind not in ("norm", "scale"), reversed(self._read_tape))
-        return [*after][::-1]
-
-    def in_last_branch(self, recompute: Recompute, layer: int) -> float:
-        """Held by a block's forward in its last branch, at the fullest.
-
-        That is at the activation, beside its inputs and its result, or at the end: the last matmul's output beside what
-        it reads, its sum over tp, and the sum with the residual stream. Whoever calls the branch holds what the norm
-        gave, also where it is gathered first. Experts have their results and the sum of these.
-        """
-        kept, branch = self.kept(recompute, layer), sum(each.saved for each in self.last_branch)
+    def in_forward(self, recompute: Recompute, layer: int, *, has_backward: bool = True) -> float:
+        """Held by a block's forward at its fullest. Without a backward it saves nothing."""
         if self.has_own_mixture:
-            return self.in_experts(recompute, layer)[1]
-        opening, after = self._cut_last_branch
-        read = sum(each.saved for each in after)
-        closing = hold_at_end(after) - read
-        if self.description.experts:  # of whose way through other programs' blocks no dry run tells
-            dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
-            return kept + dropped + closing + 2 * self.stream
-        if not recompute.covers(layer):
-            # All is kept but what a norm gave that is gathered; or branch and sum are there.
-            unsaved = branch - sum(each.saved for each in self.tape[-len(self.last_branch) :])  # read by frozen matmuls
-            return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream) + unsaved
-        share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
-        # Counted in what is kept, and there already at the activation; and not there before the end.
-        saved = {name for each in self.last_branch for name in each.saves}
-        opened = share * sum(
-            size for each in opening if each.kept_as for name, size in each.makes.items() if name in saved
-        )
-        closed = share * sum(sum(each.results) for each in after if each.kept_as == "matmuls") * self.keeps_last
-        closed += self.stream * (self.is_split and recompute.is_selective and self.keeps_last)
-        given = 2 * self.stream + self.whole * self.shards_sequence  # the residual stream and what the norm gave
-        given_twice = opening[0].saved
-        at_activation = branch - given_twice - opened
-        if not share and any(each.kind == "add" for each in opening):  # an adapter's sum beside both of its terms
-            at_activation = max(at_activation, hold_at_end(opening) - given_twice)
-        return kept - closed + given + max(at_activation, read + closing)
+            how = (recompute, layer) if has_backward or recompute.covers(layer) else (_FULL, 0)
+            return max(self.in_first_branch, self.in_experts(*how)[1])
+        stays: list[dict[str, float]] = [{}] * len(self.tape)
+        if has_backward and recompute.covers(layer):
+            kept = self.list_kept(recompute)
+            stays = [
+                {name: kept[name] for name in (*entry.results, *entry.makes) if name in kept} for entry in self.tape
+            ]
+        elif has_backward:
+            stays = [entry.saves for entry in self.tape]
+        return max(walk_forward(self._read_tape, self.stream, stays))
 
     @cached_property
-    def _cut_last_branch(self) -> tuple[list[SizedEntry], list[SizedEntry]]:
-        """The last branch's steps before its activation but a gather, and those after it but the residual.
-
-        Without an activation the last matmul is what comes after it.
-        """
-        branch = self.last_branch
-        places = [i for i, each in enumerate(branch) if each.kind == "activation"]
-        matmuls = [i for i, each in enumerate(branch) if each.kept_as == "matmuls"]
-        first, last = (places[0], places[-1] + 1) if places else (matmuls[-1], matmuls[-1])
-        return [each for each in branch[:first] if each.kind != "gather"], branch[last:-1]
+    def in_first_branch(self) -> float:
+        """Held by a block's forward until its first branch is closed."""
+        steps = walk_forward(self._read_tape, self.stream, [entry.saves for entry in self.tape])
+        first = takewhile(lambda entry: HIDDEN not in entry.makes, self._read_tape)
+        return max(held for held, _ in zip(steps, first, strict=False))
 
     def in_experts(self, recompute: Recompute, layer: int) -> tuple[float, float]:
         """Held by the forward of a block of our own when it comes to its experts, and among them at the fullest.
@@ -332,13 +298,15 @@ class Sizes:
         beside += self.stream * (2 if is_covered else not self.keeps_stream)
         kept_among = [each for each in among if is_covered and each.kept_as in recompute.kept]
         if is_covered:
-            beside += kept - sum(sum(each.results) for each in kept_among)
+            beside += kept - sum(sum(each.results.values()) for each in kept_among)
         else:
             beside += sum(each.saved for each in before)
         begin = beside + sum(each.saved for each in dispatch[:2])
         sent = beside + sum(each.saved for each in dispatch)
         at_closing = sent + given + active if is_covered else self.block + beside - sum(each.saved for each in before)
-        at_closing += sum(sum(each.results) for each in kept_among if each is not closing and each.kind != "combine")
+        at_closing += sum(
+            sum(each.results.values()) for each in kept_among if each is not closing and each.kind != "combine"
+        )
         scaled = active + active * self.exact_element / self.element * self.casts
         return begin, max(
             sent + sum(sum(each.makes.values()) for each in dispatch[1:]),
@@ -356,65 +324,57 @@ class Sizes:
             self._measures.int64 * per_token / self.stream_ranks,
         )
 
-    def in_last_branch_only(self, recompute: Recompute, layer: int) -> float:
-        """`in_last_branch` of a block that has no backward: it saves as little as one that is recomputed."""
-        if recompute.covers(layer):
-            return self.in_last_branch(recompute, layer)
-        return self.in_last_branch(_FULL, 0)
+    def recomputed_at_most(self, recompute: Recompute) -> float:
+        """Added by a block that is computed again to what it has kept, at the fullest until its last tensor is saved.
 
-    def recomputed_in_attention(self, recompute: Recompute) -> float:
-        """Added by a block that is computed again to what it has kept, at the fullest until attention is over.
-
-        Where weights are frozen, less is saved than results may be kept, so that it counts which of these are let go,
-        and the exact copies of RoPE, step by step; else the end of it holds more.
+        What was kept is let go of when its place comes. The gathered gradient of the last sum over tp is there before.
         """
-        if self._read_tape is self.tape:
-            return self.in_attention
-        place = next(i for i, each in enumerate(self._read_tape) if each.kind == "attention")
-        let_go = [
-            sum(each.results) * (self.kept_matmuls if each.kept_as == "matmuls" else 1.0)
-            for each in self._read_tape[: place + 1]
-            if each.kept_as in recompute.kept
-        ]
-        before = let_go[:-1] if "attention" in recompute.kept else let_go
-        in_rope = max([self._in_rope(each) for each in self._read_tape[:place] if each.kind == "rope"], default=0.0)
-        # The block's input is kept. With sequence parallelism what a norm gave is there beside what is gathered of it,
-        # and so is the gathered gradient of the block's last sum.
-        more = self.stream * self.shards_sequence - self.stream * self.keeps_stream
-        if self.shards_sequence and self._read_tape[-2].kind == "sum":
-            more += self.whole
-        return more + max(in_rope - sum(before), self.in_attention - self.stream - sum(let_go))
-
-    def _in_rope(self, rope: SizedEntry) -> float:
-        """Held by a block's forward in RoPE of the queries, beside the stream."""
-        queries = next(iter(rope.reads.values())) * self.exact_element / self.element
-        return hold_until(self._read_tape, rope) + self.separate_rope * (4 + self.casts) * queries
+        gathered = self.whole if self.shards_sequence and self._read_tape[-2].kind == "sum" else 0.0
+        kept = self.list_kept(recompute)
+        waiting, fullest = sum(kept.values()), 0.0
+        steps = walk_forward(self._read_tape, self.stream, [entry.saves for entry in self.tape])
+        num_steps = max(number for number, entry in enumerate(self.tape, 1) if entry.saves)
+        for entry, held, _ in zip(self.tape, steps, range(num_steps), strict=False):
+            waiting -= sum(kept[name] for name in {*entry.results, *entry.makes} if name in kept)
+            fullest = max(fullest, held + waiting)
+        return fullest + gathered - self.stream - sum(kept.values())
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
         return self.element * width / self.tp
 
-    def results(self, recompute: Recompute, *, last: bool) -> float:
-        """Results that a recomputed block keeps, that of its last matmul only if `last`."""
-        kept: list[float] = []
-        joined = [] if self.keeps_last else [[*each.reads] for each in self._cut_last_branch[1] if each.kind == "add"]
-        unread = {name for names in joined for name in names[:-1]}  # a compiler sees that the last sum is not needed
-        for entry in (each for each in self.tape if each.kept_as in recompute.kept and not unread & each.makes.keys()):
-            share = self.kept_matmuls if entry.kept_as == "matmuls" else 1.0
-            kept += [share * size for size in entry.results]
-        return sum(kept[:-1] if "matmuls" in recompute.kept and not last else kept)
+    def list_kept(self, recompute: Recompute) -> dict[str, float]:
+        """Name → bytes of each result that a recomputed block keeps."""
+        tp_closes = self.description.tp_closes_block and not self.has_own_mixture
+        return self._list_kept(recompute, last=self.keeps_last, last_sum=self.keeps_last or not tp_closes)
 
-    def kept(self, recompute: Recompute, layer: int) -> float:
-        """Left by a block for its backward: everything, its input, or also results that are kept.
+    def _list_kept(self, recompute: Recompute, *, last: bool, last_sum: bool) -> dict[str, float]:
+        """`list_kept`, the last matmul's result only if `last`, and that of the last sum over tp only if `last_sum`.
 
         With anything kept, under tp so are the sums that close a branch; with matmuls also each rank's term of them.
         """
+        kept, sums = dict[str, float](), dict[str, float]()
+        closing = takewhile(lambda entry: entry.kind != "activation", reversed(self.tape))
+        joined = [entry.reads for entry in closing if entry.shares_gradient and entry.in_linear]
+        # A compiler sees that the last sum of an adapter is not needed.
+        unread = set() if self.keeps_last else {name for names in joined for name in [*names][:-1]}
+        for entry in self.tape:
+            if entry.kept_as in recompute.kept and not unread & entry.makes.keys():
+                share = self.kept_matmuls if entry.kept_as == "matmuls" else 1.0
+                kept |= {name: share * size for name, size in entry.results.items()}
+            elif entry.kind == "sum" and recompute.is_selective:
+                sums |= entry.makes
+        if "matmuls" in recompute.kept and not last:
+            kept.popitem()
+        if sums and not last_sum:
+            sums.popitem()
+        return kept | sums
+
+    def kept(self, recompute: Recompute, layer: int) -> float:
+        """Left by a block for its backward: everything, its input, or also results that are kept."""
         if not recompute.covers(layer):
             return self.block
-        tp_closes = self.description.tp_closes_block and not self.has_own_mixture
-        num_sums = self.description.num_branches - (tp_closes and not self.keeps_last)
-        sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
-        return self.stream + sums + self.results(recompute, last=self.keeps_last) + sum(self._choice)
+        return self.stream + sum(self.list_kept(recompute).values()) + sum(self._choice)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """Added to what a block has kept when it is computed again, up to the last thing that backward needs.
@@ -426,7 +386,5 @@ class Sizes:
             return 0.0
         again = self.block - (self.stream if self.keeps_stream else 0.0)
         # Experts come last in a block of our own. What they made is let go of, but for what came back of other ranks.
-        num_sums = self.description.num_branches - (not self.has_own_mixture)
-        sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
-        last = self.has_own_mixture and not self._options.exchanges
-        return again - sums - self.results(recompute, last=last) - sum(self._choice)
+        own, last = self.has_own_mixture, self.has_own_mixture and not self._options.exchanges
+        return again - sum(self._list_kept(recompute, last=last, last_sum=own).values()) - sum(self._choice)

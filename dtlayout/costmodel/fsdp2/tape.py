@@ -40,10 +40,14 @@ class Measures(NamedTuple):
     """Bytes that attention keeps, its output included."""
     attention_results: float
     """Bytes of the results of attention's kernels, which recomputation may keep."""
+    attention_copies: bool
+    """Whether attention keeps copies of queries, keys and values."""
     forward_work: float
     """Bytes of the work space of attention's forward at its fullest, beside what it keeps."""
     backward_work: float
     """Bytes of the work space of attention's backward at its fullest."""
+    rope_copies: int
+    """Exact copies of the queries that the rotary embedding makes on its way; 0 in one kernel."""
     weight: float = 0.0
     """Bytes of an element of a frozen weight that is computed out of few bits; 0 where it is there."""
     lookup: float = 0.0
@@ -71,7 +75,7 @@ class SizedEntry(NamedTuple):
     """Held by its backward at the fullest, the new gradients included."""
     kept_as: Kept | None
     """Word of the recomputations that keep its results."""
-    results: tuple[float, ...]
+    results: dict[str, float]
     """Bytes of each tensor that such a recomputation keeps."""
     adds_apart: bool
     """Whether two gradients of what it read are added in a third tensor."""
@@ -81,6 +85,12 @@ class SizedEntry(NamedTuple):
     ends_first: bool = False
     in_linear: bool = False
     is_differentiated: bool = True
+    is_local: bool = False
+    continues: bool = False
+    saves_made: tuple[str, ...] = ()
+    """Results of entries before it that are among what it saves, under a name of its own."""
+    is_alias: bool = False
+    """Whether its forward makes no tensor: tp's ranks go on with the one that they have."""
     weight_work: float = 0.0
     """Held by its backward while its weights' gradients come, beside the new gradients."""
 
@@ -115,12 +125,16 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
     for entry in tape:
         reads, makes, saves = size(entry.reads), size(entry.makes), size(entry.saves)
         new, used = sum(reads.values()), sum(makes.values())
-        work, forward_work, results = new, 0.0, tuple(makes.values())
+        work, forward_work, results = new, 0.0, makes
         if entry.scratch is not None:
             work = sum([elements[each.format] * each.width / ranks[each.spread] for each in entry.scratch])
         if entry.kind == "attention" and entry.saves:
             saves = {ATTENDED: used, "attention": measures.attention - used}
-            work, forward_work, results = measures.backward_work, measures.forward_work, (measures.attention_results,)
+            results = {ATTENDED: used, "attention": measures.attention_results - used}
+            work, forward_work = measures.backward_work, measures.forward_work
+        elif entry.kind == "rope":
+            copies = measures.rope_copies * measures.exact / measures.compute * reads[entry.reads[0].name]
+            forward_work = max(0.0, copies - used)  # the results among them
         elif entry.kind == "gather":  # its backward is a reduce-scatter or an all-reduce, which writes beside its input
             work = new + used * measures.reorders
         elif entry.kind == "sum":
@@ -132,11 +146,15 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             work = max(new, lookup) + weight
             forward_work = max(weight, weight + lookup - used)
         shares_gradient = entry.shares_gradient or (entry.kind == "sum" and not scatters)
+        saves_made = (
+            tuple(reads) + entry.saves_made if entry.kind == "attention" and not measures.attention_copies else ()
+        )
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
             entry.weights, forward_work, work, entry.kept_as, results,
             adds_apart=measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
             shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
-            in_linear=entry.in_linear, is_differentiated=entry.is_differentiated,
+            in_linear=entry.in_linear, is_differentiated=entry.is_differentiated, is_local=entry.is_local,
+            continues=entry.continues, saves_made=saves_made, is_alias=entry.kind == "gather" and not scatters,
             weight_work=sum(size(entry.weight_scratch).values()),
         )  # fmt: skip
