@@ -72,7 +72,7 @@ def test_a_value_outside_its_range_is_refused_wherever_it_is_made():
 
 def test_a_name_that_is_unknown_or_taken_is_refused(monkeypatch):
     monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
-    with pytest.raises(InvalidConfig, match=r"^optimizer.name='adam' is unknown; use one of adamw, sgd$"):
+    with pytest.raises(InvalidConfig, match=r"^optimizer.name='adam' is unknown; use one of adamw, sgd, muon$"):
         find_optimizer("adam")
 
     @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,6 @@ def test_a_name_that_is_unknown_or_taken_is_refused(monkeypatch):
         name: str = "adam"
 
     register_optimizer(Adam)
-    assert (list(optimizers.OPTIMIZERS), find_optimizer("adam")) == (["adamw", "sgd", "adam"], Adam)
+    assert (list(optimizers.OPTIMIZERS), find_optimizer("adam")) == (["adamw", "sgd", "muon", "adam"], Adam)
     with pytest.raises(InvalidConfig, match=r"^an optimizer called 'adam' is there already; register it under another"):
         register_optimizer(Adam)
