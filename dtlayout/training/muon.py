@@ -166,17 +166,15 @@ class ShardedMuon(torch.optim.Optimizer):
             for where, tile in zip(matrix.tiles, tiles, strict=True)
         ]
 
-        def at(whole_kmn: Tensor, number: int, is_tall: bool, where: Place) -> Tensor:
-            return (whole_kmn[number].mT if is_tall else whole_kmn[number])[where]
+        def copy(whole_kmn: Tensor, *, goes_in: bool) -> None:
+            for number, is_tall, where, tile in places:
+                part = (whole_kmn[number].mT if is_tall else whole_kmn[number])[where]
+                ends = (part, tile.view(part.shape)) if goes_in else (tile.view(part.shape), part)
+                ends[0].copy_(ends[1])
 
         batch = [places[0][3].new_empty(len(alike), m, n)]
-        for *which, tile in places:
-            target = at(batch[0], *which)
-            target.copy_(tile.view(target.shape))
-        done_kmn = self.iterate(batch)
-        for *which, tile in places:
-            source = at(done_kmn, *which)
-            tile.view(source.shape).copy_(source)
+        copy(batch[0], goes_in=True)
+        copy(self.iterate(batch), goes_in=False)
 
 
 def orthogonalize(batch: list[Tensor], *, steps: int, eps: float) -> Tensor:
