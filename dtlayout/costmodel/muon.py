@@ -63,9 +63,7 @@ class _Degrees(NamedTuple):
         return Sharing(self.expert_shards if by_rows else 1, 1, self.ep)
 
 
-def iteration_s(
-    scenario: Scenario, layout: Layout, optimizer: Optimizer, own: ParameterCount
-) -> tuple[float, float]:
+def iteration_s(scenario: Scenario, layout: Layout, optimizer: Optimizer, own: ParameterCount) -> tuple[float, float]:
     """Seconds to iterate the matrices of a rank's stages, its `own` parameters after tp and ep, and to send them.
 
     Both are 0 for an optimizer that is not Muon, and for engines that are not ours. A team is as fast as whole matrices
@@ -107,7 +105,9 @@ def workspace_bytes(scenario: Scenario, layout: Layout, chunks: Sequence[StageSl
         return 0.0
     parts = [part for part in scenario.optimizer.parts if isinstance(part, Muon)]
     stages = tuple(chunks)
-    counted = [_count_workspace(scenario.model, scenario.optimizer, part, stages, _Degrees.of(layout)) for part in parts]
+    counted = [
+        _count_workspace(scenario.model, scenario.optimizer, part, stages, _Degrees.of(layout)) for part in parts
+    ]
     return _sent_size(scenario) * max(counted, default=0)
 
 

@@ -248,7 +248,9 @@ class Muon(RoleOptimizer):
         return 20 + 12 * self.nesterov + 6 + 8 * (self.weight_decay > 0) + 10
 
     def layout_problems(self, layout: Layout) -> list[str]:
-        offloaded = f"optimizer.name={self.name} iterates matrices on the device, which has no state with layout.offload"
+        offloaded = (
+            f"optimizer.name={self.name} iterates matrices on the device, which has no state with layout.offload"
+        )
         problems = super().layout_problems(layout)
         if layout.offloads_state:
             problems.append(f"{offloaded}={layout.offload}; use layout.offload=none or activations")

@@ -225,7 +225,7 @@ def _make_teams(param_groups: Sequence[dict[str, Any]]) -> list[Team]:
             if parameter.dim() not in (2, 3):
                 raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is no matrix and no stack of matrices")
             axes, tiles = _find_tiles(parameter)
-            ranks, group = (), None
+            ranks, group = tuple[int, ...](), None
             if axes:
                 joint = open_joint_group(parameter.device_mesh, axes)
                 ranks = tuple(dist.get_process_group_ranks(joint))
@@ -246,11 +246,11 @@ def _find_tiles(parameter: Tensor) -> tuple[list[int], tuple[Place, ...]]:
     An inner axis splits before an outer one, as tp and ep before FSDP2, into parts of equal length but the last ones.
     """
     if not isinstance(parameter, DTensor):
-        return [], (tuple(slice(0, size) for size in parameter.shape[-2:]),)
+        return [], ((slice(0, parameter.shape[-2]), slice(0, parameter.shape[-1])),)
     mesh, own, first = parameter.device_mesh, parameter.device_mesh.get_coordinate(), parameter.dim() - 2
     assert own is not None, "this rank is in the mesh of its parameters"
     splits = [
-        (axis, placement.dim)
+        (axis, int(placement.dim))  # type: ignore[attr-defined]
         for axis, placement in enumerate(parameter.placements)
         if not placement.is_replicate() and mesh.size(axis) > 1
     ]
@@ -263,7 +263,8 @@ def _find_tiles(parameter: Tensor) -> tuple[list[int], tuple[Place, ...]]:
             offset = min(sizes[dim], length * coordinate[axis])
             starts[dim] += offset
             sizes[dim] = min(length, sizes[dim] - offset)
-        return tuple(slice(start, start + size) for start, size in zip(starts[first:], sizes[first:], strict=True))
+        rows, columns = (slice(starts[dim], starts[dim] + sizes[dim]) for dim in (first, first + 1))
+        return rows, columns
 
     def along(places: Sequence[int]) -> list[int]:
         at = dict(zip(axes, places, strict=True))

@@ -25,9 +25,9 @@ from parity import (
     run_frozen,
     run_in_a_v,
     run_layout,
-    run_torch_muon,
     run_over_symmetric_memory,
     run_reference,
+    run_torch_muon,
     skip_between_steps,
 )
 from plugged import plugged_in

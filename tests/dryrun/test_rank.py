@@ -25,7 +25,7 @@ from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts
-from dtlayout.spec.optimizers import SGD
+from dtlayout.spec.optimizers import SGD, Muon
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
@@ -44,6 +44,7 @@ CASES = [
     Case(Layout(pp=4, schedule="gpipe"), precision=BF16, kernels=Kernels(loss="linear")),
     Case(Layout(pp=2, tp=2, micro_batch=4), precision=BF16, model=replace(SHAPE, tied_embeddings=True)),
     Case(Layout(dp_shard=2, tp=2, zero=2), precision=BF16, optimizer=SGD()),
+    Case(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), precision=BF16, optimizer=Muon()),
     Case(Layout(dp_shard=2, cp=2, micro_batch=2), precision=BF16),
     Case(Layout(cp=4, cp_method="gather", recompute="selective"), precision=FP32),
     Case(Layout(cp=2, cp_method="all-to-all", tp=2, zero=3), precision=BF16),

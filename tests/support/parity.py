@@ -16,11 +16,11 @@ import torch.distributed as dist
 from checkpoint_ranks import gather, note_equal
 from outside import V_GPIPE, registered
 from plugged import plugged_in
-from whole_muon import WholeMuon
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from whole_muon import WholeMuon
 
 from dtlayout.data.samples import find_starts
 from dtlayout.mesh.axes import dp_rank
