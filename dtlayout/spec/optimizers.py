@@ -207,10 +207,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(RoleOptimizer):
-    """Momentum that is made orthogonal by Newton-Schulz iteration, for the matrices of blocks.
-
-    Ranks that share a matrix send their parts of the momentum to one of them, and get theirs of the update back.
-    """
+    """Momentum that is made orthogonal by Newton-Schulz iteration, for matrices of blocks; one rank has each whole."""
 
     name: str = "muon"
     weight_decay: float = ranged("must not be negative", 0.1)

@@ -1,6 +1,7 @@
 """Muon in every layout computes what it computes on one process that has whole matrices."""
 
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import pytest
@@ -15,7 +16,6 @@ from muon_ranks import (
 )
 from parity import (
     BF16,
-    EXACT,
     FP32,
     MIXTURE,
     SHAPE,
@@ -89,8 +89,7 @@ def test_the_harness_sees_shards_that_are_orthogonal_for_themselves(ranks4: Rank
 
 @pytest.mark.parametrize("name", ["zero 2 and tp with sp", thorough("experts by rows"), thorough("hsdp")])
 def test_a_step_that_is_not_finite_changes_no_bit_and_none_of_the_next(ranks4: Ranks, name: str) -> None:
-    for precision in (EXACT, FP32):
-        assert ranks4.run(skip_between_steps, with_muon(CASES[name], precision=precision)) == [True] * 4
+    assert ranks4.run(skip_between_steps, with_muon(CASES[name], precision=FP32)) == [True] * 4
 
 
 PAIRS = [
@@ -113,10 +112,8 @@ def test_a_run_goes_on_under_another_layout_as_if_nothing_had_been_saved(
     assert size <= 1e-9, whose
 
 
-@pytest.mark.parametrize(
-    ("layout", "share"), [(Layout(dp_shard=2, tp=2, micro_batch=2), 1), thorough((Layout(tp=4), 1))]
-)
-def test_an_update_sends_each_matrix_once_in_bf16_and_back(ranks4: Ranks, layout: Layout, share: int) -> None:
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2, micro_batch=2), thorough(Layout(tp=4, micro_batch=2))])
+def test_an_update_sends_each_matrix_once_in_bf16_and_back(ranks4: Ranks, layout: Layout) -> None:
     """A rank sends its fourth of the momentum, and what it has iterated; what is its own stays."""
     of_ranks = ranks4.run(list_sent, Case(layout, model=MODEL, precision=FP32, optimizer=MUON))
     weights = [each for each in describe(MODEL).block_weights if each.role == "matrix"]
@@ -141,8 +138,7 @@ def test_whole_experts_are_not_sent(ranks4: Ranks) -> None:
     case = Case(Layout(dp_shard=4, ep=2), model=model, precision=FP32, optimizer=MUON)
     everywhere = [each for each in describe(model).block_weights if each.role == "matrix"]
     for sent, _ in ranks4.run(list_sent, case):
-        assert [sum(each.to_ranks + each.from_ranks) for each in sent[:1]] != [0] and len(sent) == 2
-        assert sum(sent[0].to_ranks) == MODEL.num_layers * sum(each.numel for each in everywhere) / 4
+        assert len(sent) == 2 and sum(sent[0].to_ranks) == MODEL.num_layers * sum(each.numel for each in everywhere) / 4
 
 
 DEEP = replace(SHAPE, hidden_size=128, ffn_size=192, num_layers=12)
@@ -159,8 +155,9 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("most_elements", [1 << 26, 1 << 15])
-@pytest.mark.parametrize("name", mostly_thorough(PEAKS, lambda i, _: i < 2))
+@pytest.mark.parametrize(
+    ("name", "most_elements"), mostly_thorough(product(PEAKS, (1 << 26, 1 << 15)), lambda i, _: i in (0, 3))
+)
 def test_the_peak_of_an_update_is_predicted_dry_and_measured_alike(
     ranks4: Ranks, name: str, most_elements: int
 ) -> None:
