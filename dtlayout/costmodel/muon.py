@@ -22,7 +22,7 @@ from dtlayout.models.operations import Weight
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.newton_schulz import BUCKET_ELEMENTS, Shape, plan_buckets
+from dtlayout.spec.newton_schulz import BUCKET_ELEMENTS, Sides, plan_buckets
 from dtlayout.spec.optimizers import Muon, Optimizer
 from dtlayout.spec.precision import BYTES
 
@@ -116,7 +116,7 @@ def _count_workspace(
     model: ModelShape, whole: Optimizer, optimizer: Muon, stages: tuple[StageSlice, ...], degrees: _Degrees
 ) -> int:
     """Elements of the fullest moment of a rank: two messages, or one beside a batch that is iterated."""
-    teams = defaultdict[Sharing, list[tuple[Shape, int]]](list)
+    teams = defaultdict[Sharing, list[tuple[Sides, int]]](list)
     for stage in stages:
         for kind, count in model.kinds(stage.layers):
             for weight in _list_owned(kind, whole, optimizer):
@@ -130,7 +130,7 @@ def _count_workspace(
         for owned in (each.owned for each in plan_buckets([shape for shape, _ in matrices], sharing.num_ranks)):
             sent = sum(matrices[place][1] for places in owned for place in places)
             for places in owned:
-                iterated = defaultdict[Shape, int](int)
+                iterated = defaultdict[Sides, int](int)
                 for place in places:
                     m, n = sorted(matrices[place][0])
                     iterated[m, n] += 1

@@ -26,10 +26,11 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 The first gives an update the root mean square of one of AdamW's, 0.2 (arXiv:2502.16982, sec. 2.2).
 """
 
-Shape = tuple[int, int]
+Sides = tuple[int, int]
+"""Rows and columns of a matrix."""
 
 
-def iteration_flops(shape: Shape, steps: int) -> int:
+def iteration_flops(shape: Sides, steps: int) -> int:
     """FLOPs of iterating a matrix: XXᵀ and AX take 2·m²·n each, and A² takes 2·m³.
 
     >>> iteration_flops((3, 2), 5)
@@ -46,7 +47,7 @@ class Bucket(NamedTuple):
     """For each rank the places of the matrices that it iterates; equal sizes lie beside each other."""
 
 
-def plan_buckets(shapes: Sequence[Shape], num_ranks: int, most_elements: int | None = None) -> list[Bucket]:
+def plan_buckets(shapes: Sequence[Sides], num_ranks: int, most_elements: int | None = None) -> list[Bucket]:
     """Buckets that hold every matrix once, the largest matrices first, their FLOPs spread evenly over the ranks.
 
     A bucket has a matrix for each rank, and more while they stay below `most_elements` for each, by default
@@ -69,7 +70,7 @@ def plan_buckets(shapes: Sequence[Shape], num_ranks: int, most_elements: int | N
     return [*buckets, _spread(held, shapes, num_ranks)] if held else buckets
 
 
-def _spread(held: Sequence[int], shapes: Sequence[Shape], num_ranks: int) -> Bucket:
+def _spread(held: Sequence[int], shapes: Sequence[Sides], num_ranks: int) -> Bucket:
     """Each matrix in turn, the largest first, goes to the rank that has least to do."""
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]

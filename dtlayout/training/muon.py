@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from dtlayout.mesh.build import open_joint_group
 from dtlayout.plans.collectives import Group, begin_exchange, wait
-from dtlayout.spec.newton_schulz import COEFFICIENTS, SCALES, Bucket, Shape, plan_buckets
+from dtlayout.spec.newton_schulz import COEFFICIENTS, SCALES, Bucket, Sides, plan_buckets
 
-Place = tuple[slice, slice]
+Region = tuple[slice, slice]
 """Rows and columns of a matrix."""
 
 
@@ -43,12 +43,12 @@ class Matrix(NamedTuple):
 
     parameter: nn.Parameter
     place: int | None
-    """Place in this rank's part of the stack; None for a parameter that is one matrix."""
+    """Region in this rank's part of the stack; None for a parameter that is one matrix."""
     settings: dict[str, Any]
     """Learning rate and weight decay: the parameter's group."""
-    shape: Shape
+    shape: Sides
     """Rows and columns of the whole matrix."""
-    tiles: tuple[Place, ...]
+    tiles: tuple[Region, ...]
     """Tile of each rank of the team."""
 
     def numel(self, rank: int) -> int:
@@ -240,7 +240,7 @@ def _make_teams(param_groups: Sequence[dict[str, Any]]) -> list[Team]:
     ]
 
 
-def _find_tiles(parameter: Tensor) -> tuple[list[int], tuple[Place, ...]]:
+def _find_tiles(parameter: Tensor) -> tuple[list[int], tuple[Region, ...]]:
     """The axes of a parameter's mesh that split its matrices, and the tile of each rank along them.
 
     An inner axis splits before an outer one, as tp and ep before FSDP2, into parts of equal length but the last ones.
@@ -256,7 +256,7 @@ def _find_tiles(parameter: Tensor) -> tuple[list[int], tuple[Place, ...]]:
     ]
     axes = [axis for axis, dim in splits if dim >= first]
 
-    def find(coordinate: Sequence[int]) -> Place:
+    def find(coordinate: Sequence[int]) -> Region:
         starts, sizes = [0] * parameter.dim(), list(parameter.shape)
         for axis, dim in reversed(splits):
             length = -(-sizes[dim] // mesh.size(axis))

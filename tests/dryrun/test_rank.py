@@ -44,7 +44,6 @@ CASES = [
     Case(Layout(pp=4, schedule="gpipe"), precision=BF16, kernels=Kernels(loss="linear")),
     Case(Layout(pp=2, tp=2, micro_batch=4), precision=BF16, model=replace(SHAPE, tied_embeddings=True)),
     Case(Layout(dp_shard=2, tp=2, zero=2), precision=BF16, optimizer=SGD()),
-    Case(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), precision=BF16, optimizer=Muon()),
     Case(Layout(dp_shard=2, cp=2, micro_batch=2), precision=BF16),
     Case(Layout(cp=4, cp_method="gather", recompute="selective"), precision=FP32),
     Case(Layout(cp=2, cp_method="all-to-all", tp=2, zero=3), precision=BF16),
@@ -65,6 +64,7 @@ CASES = [
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
     Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
+    Case(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), precision=BF16, optimizer=Muon()),
 ]
 CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]
 
