@@ -43,7 +43,7 @@ class Matrix(NamedTuple):
 
     parameter: nn.Parameter
     place: int | None
-    """Region in this rank's part of the stack; None for a parameter that is one matrix."""
+    """Index in this rank's part of the stack; None for a parameter that is one matrix."""
     settings: dict[str, Any]
     """Learning rate and weight decay: the parameter's group."""
     shape: Sides

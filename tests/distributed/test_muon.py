@@ -8,6 +8,7 @@ import pytest
 import torch
 from memory_ranks import predict
 from muon_ranks import (
+    describe_joint_group,
     list_sent,
     measure_small_buckets,
     run_by_shards,
@@ -139,6 +140,12 @@ def test_whole_experts_are_not_sent(ranks4: Ranks) -> None:
     everywhere = [each for each in describe(model).block_weights if each.role == "matrix"]
     for sent, _ in ranks4.run(list_sent, case):
         assert len(sent) == 2 and sum(sent[0].to_ranks) == MODEL.num_layers * sum(each.numel for each in everywhere) / 4
+
+
+def test_ranks_of_two_axes_have_one_group_with_the_time_limit_of_the_mesh(ranks4: Ranks) -> None:
+    limit_s = 1795.0  # other tests use the groups
+    found = ranks4.run(describe_joint_group, Layout(dp_shard=2, tp=2), limit_s)
+    assert found == [([0, 1, 2, 3], limit_s, True)] * 4
 
 
 DEEP = replace(SHAPE, hidden_size=128, ffn_size=192, num_layers=12)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from memory_ranks import measure_peaks
 from parity import Case, Outcome, build_step, local_rows, local_starts, run_layout
 from recording import CollectiveRecorder
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from dtlayout.costmodel.muon import _count_workspace
 from dtlayout.dryrun.collectives import Collective
+from dtlayout.mesh.build import build_mesh, open_joint_group
 from dtlayout.plans.collectives import Group, begin_exchange
+from dtlayout.spec.layout import Layout
 from dtlayout.spec.newton_schulz import plan_buckets
 from dtlayout.training import muon
 
@@ -62,6 +65,16 @@ def run_by_shards(case: Case) -> Outcome | None:
 
     with mock.patch.object(muon, "_make_teams", make_teams_of_one):
         return run_layout(case)
+
+
+def describe_joint_group(layout: Layout, timeout_s: float) -> tuple[list[int], float, bool]:
+    """Ranks of the group of dp_shard and tp, its time limit in seconds, and whether it is opened once."""
+    mesh = build_mesh(layout, "cpu", timeout_s)
+    axes = [mesh.mesh_dim_names.index(axis) for axis in ("dp_shard", "tp")]
+    group = open_joint_group(mesh, axes)
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    is_kept = group is open_joint_group(mesh, axes) and open_joint_group(mesh, axes[:1]) is mesh.get_group("dp_shard")
+    return dist.get_process_group_ranks(group), limit.total_seconds(), is_kept
 
 
 def list_sent(case: Case) -> tuple[list[Sent], list[Collective]]:
