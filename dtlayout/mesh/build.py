@@ -155,9 +155,10 @@ def open_joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup
     assert ranks == sorted(ranks), "torch numbers the ranks of a group in their order"
     opened = _joint_groups.setdefault(_get_default_store(), {})
     if (found := opened.get(tuple(ranks))) is None:
-        options = getattr(groups[0]._get_backend(torch.device(mesh.device_type)), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        found = opened[tuple(ranks)] = dist.new_group(ranks, timeout, use_local_synchronization=True)
+        found = opened[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    options = getattr(groups[0]._get_backend(torch.device(mesh.device_type)), "options", None)
+    if (limit := getattr(options, "_timeout", None)) is not None:  # a fake group has none
+        _set_pg_timeout(limit, found)
     return found
 
 

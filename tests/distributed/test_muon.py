@@ -75,10 +75,33 @@ def with_muon(case: Case, **changes: object) -> Case:
 
 @pytest.mark.parametrize("name", mostly_thorough(CASES, lambda i, _: i < 8))
 def test_five_updates_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    """Every second case has a matrix for each rank in a bucket, the others have all in one."""
     case = with_muon(CASES[name], num_steps=5)
-    run = run_in_small_buckets if "a" in name else run_layout
+    run = run_in_small_buckets if [*CASES].index(name) % 2 else run_layout
     size, whose = largest_difference(merge(ranks4.run(run, case, timeout_s=120)), run_reference(case))
     assert size <= 1e-10, whose
+
+
+ROWS_OF_FEW = replace(FEW, experts=Experts(number=4, per_token=2, ffn_size=24, normalized=False))
+ON_EIGHT = [
+    Case(Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3), model=UNEQUAL),
+    Case(Layout(dp_shard=2, cp=2, tp=2, ep=8, zero=2), model=EXPERTS),
+    Case(Layout(dp_shard=8, ep=2, zero=3), model=ROWS_OF_FEW),
+    Case(Layout(pp=2, dp_shard=2, tp=2, schedule="zb-h1"), model=MODEL),
+]
+
+
+@pytest.mark.thorough
+def test_three_axes_together_are_exact_on_eight_ranks() -> None:
+    """The third one shards the two experts of each ep rank over four ranks, by rows of their matrices."""
+    ranks8 = Ranks(8)
+    try:
+        for case in (with_muon(case, num_steps=3) for case in ON_EIGHT):
+            outcome = merge(ranks8.run(run_in_small_buckets, case, timeout_s=200))
+            size, whose = largest_difference(outcome, run_reference(case))
+            assert size <= 1e-10, (case.layout, whose)
+    finally:
+        ranks8.close()
 
 
 @pytest.mark.parametrize("case", [Case(Layout(dp_shard=4), model=MODEL), thorough(CASES["pp and tp without sp"])])
