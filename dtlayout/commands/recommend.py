@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
     parser.add_argument("--engine", default=OWN_ENGINE, metavar="E", help="the training program; dtlayout by default")
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw by default, or such as sgd and muon")
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="adamw by default, or such as sgd and muon"
+    )
     repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument(
         "--precision", metavar="KEY=FORMAT", help="such as reduce=bfloat16; may be repeated", **repeated
