@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         default="adamw",
         metavar="NAME[,KEY=VALUE…]",
-        help="adamw by default, or such as sgd, with keys of [optimizer], as in adamw,state_format=bfloat16",
+        help="adamw by default, or such as sgd and muon, with keys of [optimizer], as in adamw,state_format=bfloat16",
     )
     repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument(

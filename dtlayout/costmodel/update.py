@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
+from dtlayout.costmodel.muon import iteration_s
 from dtlayout.costmodel.offload import state_times
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
@@ -32,6 +33,8 @@ class Update(NamedTuple):
     """The optimizer updates them."""
     add_s: float = 0.0
     """The host adds gradients of one microbatch to those of others, which the device waits for."""
+    exchange_s: float = 0.0
+    """Parts of matrices go to the ranks that iterate them, and come back; nothing hides it."""
 
 
 def find_update(
@@ -41,12 +44,14 @@ def find_update(
 
     Frozen ones, which `apart` counts, are gathered alone.
     """
-    everywhere, traffic = n - of_experts, 0.0
+    everywhere, traffic, iterating_s, exchange_s = n - of_experts, 0.0, 0.0, 0.0
     for optimizer, own in list_trained(scenario.optimizer, n, of_experts, apart):
         update_bytes = 0 if layout.offloads_state else optimizer.update_bytes  # by the device
         traffic += own.everywhere * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_state_shards(layout))
         if own.of_experts:
             traffic += own.of_experts * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_expert_shards(layout))
+        of_part = iteration_s(scenario, layout, optimizer, own)
+        iterating_s, exchange_s = iterating_s + of_part[0], exchange_s + of_part[1]
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
     frozen = apart.frozen
@@ -55,12 +60,12 @@ def find_update(
     if of_experts:
         once = map(add, once, _experts_once_s(scenario, layout, of_experts, frozen.of_experts))
     reduce_s, copy_s, gather_s, recompute_s = once
-    optimizer_s, adding_s = pass_s(scenario, traffic), 0.0
+    optimizer_s, adding_s = pass_s(scenario, traffic) + iterating_s, 0.0
     if layout.offloads_state:
         copying_s, gradients_s, adding_s, updating_s = state_times(scenario, layout, n, apart)
         reduce_s, gather_s, optimizer_s = reduce_s + gradients_s, gather_s + copying_s, optimizer_s + updating_s
         recompute_s += copying_s if layout.zero == 3 else 0.0
-    return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s)
+    return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s)
 
 
 def update_times(
@@ -101,7 +106,7 @@ class Sent(NamedTuple):
     last_s: float
     """Beside the last one."""
     alone_s: float
-    """Beside no microbatch: gradients are added and parameters updated, which sends nothing."""
+    """Beside no microbatch: gradients are added and parameters updated, with what that sends."""
 
     @classmethod
     def of(cls, scenario: Scenario, layout: Layout, update: Update, m: int) -> "Sent":
@@ -111,7 +116,8 @@ class Sent(NamedTuple):
             update.recompute_s + update.reduce_s + update.gather_s,
         )
         each_s = update.recompute_s + update.reduce_s * (reductions > 1) + update.gather_s * (layout.zero == 3)
-        return cls(each_s, all_s + update.copy_s, (reductions - 1) * update.add_s + update.optimizer_s)
+        alone_s = (reductions - 1) * update.add_s + update.optimizer_s + update.exchange_s
+        return cls(each_s, all_s + update.copy_s, alone_s)
 
 
 def least_update_s(ways: Iterable[Sent], m: int, hidden_s: float) -> float:
@@ -212,4 +218,4 @@ def _data_parallel_s(
     exposed += (reductions - 1) * once.add_s
     exposed += exposed_s(once.reduce_s + once.copy_s + once.recompute_s, backward_s)
     exposed += (m if layout.zero == 3 else 1) * exposed_s(once.gather_s, forward_s)
-    return exposed
+    return exposed + once.exchange_s

@@ -127,11 +127,11 @@ class _Rank:
         if isinstance(what, Message):
             waits = what.axis in (TP, EP) or (what.axis == CP and done.place.module.endswith(_ATTENTION))
             spent = PP if what.name in _BETWEEN_STAGES else TP if waits else "dp"
-            return spent, done.count * self._message_s(what)
+            return spent, done.count * self._message_s(what, is_of_update=done.place.action is None)
         spent = "recompute" if done.place.is_again else "compute"
         return spent, done.count * operation_s(self.scenario, self.kernels, what)
 
-    def _message_s(self, message: Message) -> float:
+    def _message_s(self, message: Message, *, is_of_update: bool) -> float:
         scenario, layout = self.scenario, self.layout
         if message.name in _BETWEEN_STAGES:
             return message_s(scenario, layout, message.nbytes)
@@ -140,7 +140,7 @@ class _Rank:
         if message.axis in (EXPERT_SHARDS, EXPERT_COPIES):
             return self._sum_of_experts_s(message)
         sizes, strides = axis_sizes(layout), axis_strides(layout)
-        if message.name == "all_to_all" and layout.attends_in_parts:  # a hop of cp's ring
+        if message.name == "all_to_all" and layout.attends_in_parts and not is_of_update:  # a hop of cp's ring
             link = data_link(scenario, layout, layout.tp, layout.cp)
             return self.ring_exposed * (message.nbytes / link.bytes_per_s + link.latency_s)
         axes = [axis for axis in AXES if sizes[axis] > 1 and (message.axis == "all" or axis in message.axis.split("·"))]

@@ -1,10 +1,13 @@
 """DeviceMesh of a layout, and the groups and views of it for the messages of a step."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
@@ -31,6 +34,10 @@ for ever if the group were the key. The store is freed when the group is destroy
 
 _reduction_groups: WeakKeyDictionary[dist.Store, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 """Store of the default process group → ranks → group of `open_reduction_group`; it lives as long as a mesh."""
+
+
+_joint_groups: WeakKeyDictionary[dist.Store, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Store of the default process group → ranks → group of `open_joint_group`; it lives as long as a mesh."""
 
 
 def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> DeviceMesh:
@@ -131,6 +138,28 @@ def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.Proce
     `timeout_s` is as for `build_mesh`.
     """
     return _open_second_group(data_mesh(mesh), timeout_s)
+
+
+def open_joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """The group of the ranks that differ from this one along some axes of a mesh alone, in the mesh's order.
+
+    It is the mesh's own for one axis; for several it is a new one, with the time limit of the first axis. Call it on
+    all of its ranks together.
+    """
+    groups = [mesh.get_group(axis) for axis in axes]
+    if len(groups) == 1:
+        return groups[0]
+    own = dist.get_rank()
+    offsets = ([rank - own for rank in dist.get_process_group_ranks(group)] for group in groups)
+    ranks = [own + sum(each) for each in product(*offsets)]  # axes lie at even distances
+    assert ranks == sorted(ranks), "torch numbers the ranks of a group in their order"
+    opened = _joint_groups.setdefault(_get_default_store(), {})
+    if (found := opened.get(tuple(ranks))) is None:
+        found = opened[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    options = getattr(groups[0]._get_backend(torch.device(mesh.device_type)), "options", None)
+    if (limit := getattr(options, "_timeout", None)) is not None:  # a fake group has none
+        _set_pg_timeout(limit, found)
+    return found
 
 
 def _open_second_group(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup | None:

@@ -8,7 +8,7 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
 from dtlayout.programs.program import Arguments, Job, Program, choose
 from dtlayout.spec.model_shape import Experts
-from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.optimizers import SGD, AdamW, Muon
 from dtlayout.spec.recompute import Recompute
 
 _ATTENTION = {
@@ -218,6 +218,8 @@ def _training(job: Job) -> list[str]:
             name = ["--optimizer", "adam", *betas, "--adam-eps", f"{optimizer.eps:g}"]
         case SGD():
             name = ["--optimizer", "sgd", "--sgd-momentum", f"{optimizer.momentum:g}"]
+        case Muon():
+            raise InvalidConfig("--optimizer=muon is not written for Megatron-LM, which has its own; use adamw or sgd")
         case _:
             raise InvalidConfig(f"--optimizer={optimizer.name} is nothing that Megatron-LM has; use adamw or sgd")
     return [

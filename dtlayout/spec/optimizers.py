@@ -251,6 +251,55 @@ def _find_lost(state_format: str, **decays: float) -> list[Refusal]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Muon(RoleOptimizer):
+    """Momentum that is made orthogonal by Newton-Schulz iteration, for matrices of blocks; one rank has each whole."""
+
+    name: str = "muon"
+    weight_decay: float = ranged("must not be negative", 0.1)
+    """Decay of matrices for each unit of learning rate."""
+    momentum: float = ranged("must be at least 0 and below 1", 0.95)
+    """Share of the momentum that stays."""
+    nesterov: bool = True
+    """Whether the gradient is added to the momentum once more before it is made orthogonal."""
+    steps: int = ranged("must be at least 1", 5)
+    """Steps of the iteration."""
+    eps: float = ranged("must be above 0 and finite", 1e-7)
+    """Least Frobenius norm that a momentum is divided by."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of the learning rate for a matrix of m rows and n columns: 0.2·√max(m, n), with which AdamW's learning
+    rates fit, or √max(1, m/n)."""
+
+    roles = frozenset({"matrix", "expert"})
+    torch_class = "dtlayout.training.muon:ShardedMuon"
+
+    @property
+    def torch_arguments(self) -> dict[str, Any]:
+        keys = ("momentum", "nesterov", "steps", "eps", "adjust")
+        return {key: getattr(self, key) for key in keys}
+
+    @property
+    def state(self) -> dict[str, Format | None]:
+        return {"momentum_buffer": None}
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that elementwise passes move; the iteration and what is sent for it are priced apart.
+
+        Passes scale the momentum, add the gradient, look ahead, round to bf16, decay the weight, and add the update.
+        """
+        return 20 + 12 * self.nesterov + 6 + 8 * (self.weight_decay > 0) + 10
+
+    def layout_problems(self, layout: Layout) -> list[str]:
+        offloaded = (
+            f"optimizer.name={self.name} iterates matrices on the device, which has no state with layout.offload"
+        )
+        problems = super().layout_problems(layout)
+        if layout.offloads_state:
+            problems.append(f"{offloaded}={layout.offload}; use layout.offload=none or activations")
+        return problems
+
+
 def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
     """A table's problem, which names the owner where the key is another optimizer's."""
     key = next((key for key in keys if problem.startswith(f"{name}.{key} is unknown;")), None)
@@ -258,7 +307,7 @@ def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
     return f"{name}.{key} is a key of {name}.name={owners[0]}; name that, or leave {key} out" if owners else problem
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}
+OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD, Muon.name: Muon}
 
 
 def register_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:

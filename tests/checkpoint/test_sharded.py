@@ -51,7 +51,7 @@ from dtlayout.models.families import find_weight
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
+from dtlayout.spec.optimizers import SGD, AdamW, Muon, Optimizer
 
 TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS = [
@@ -106,6 +106,8 @@ def names_in(folder: Path) -> list[str]:
         thorough((Layout(dp_shard=4, ep=4), BALANCED, ADAMW)),
         (Layout(pp=2, tp=2, schedule="zb-h1"), replace(TIED, adapter=Adapter(rank=3)), ADAMW),
         thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),
+        (Layout(dp_shard=2, tp=2), TIED, Muon()),
+        thorough((Layout(dp_shard=2, tp=2, ep=4), MIXTURE, Muon())),
         thorough(
             (
                 Layout(dp_shard=4, ep=4),
@@ -114,7 +116,18 @@ def names_in(folder: Path) -> list[str]:
             )
         ),
     ],
-    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "ep4, bf16 moments", "ep4", "lora", "sgd", "ia3 of experts"],
+    ids=[
+        "pp2 dp2, tied",
+        "pp2 tp2 zb-v, tied",
+        "dp2 tp2",
+        "ep4, bf16 moments",
+        "ep4",
+        "lora",
+        "sgd",
+        "muon",
+        "muon of experts",
+        "ia3 of experts",
+    ],
 )
 def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model, settings):
     by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
@@ -190,10 +203,9 @@ def test_a_digest_tells_numbers_apart_that_differ_in_their_highest_bits():
 
 def assert_equal(loaded: State, saved: State, where: str, settings: Optimizer, model: ModelShape) -> None:
     assert loaded.keys() == saved.keys(), where
-    kinds = ["parameter", *settings.state, *(["step"] if settings.step_bytes else [])]
     weights = [find_weight(model, name.partition(" ")[2]) for name in saved if name.startswith("parameter ")]
-    num_trained = sum(weight.trains and not weight.is_counter for weight in weights)
-    assert len(saved) == len(weights) + num_trained * (len(kinds) - 1)
+    owners = [settings.of_role(weight.role) for weight in weights if weight.trains and not weight.is_counter]
+    assert len(saved) == len(weights) + sum(len(owner.state) + (owner.step_bytes > 0) for owner in owners)
     for name, array in saved.items():
         assert np.array_equal(loaded[name], array), f"{where}: {name}"
         assert np.any(array), f"{name}: a state of zeros would prove nothing"

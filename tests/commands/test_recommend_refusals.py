@@ -20,7 +20,7 @@ MIXTURE = [*with_model(LLAMA, "mixtral-8x7b"), "--fix", "ep=2"]
         ([*LLAMA, "--avoid", "recompute=ful"], "layout.recompute='ful' is unknown"),
         ([*LLAMA, "--why-not", "tp"], "'tp' is no choice"),
         ([*LLAMA, "--engine", "own"], "engine 'own' is unknown"),
-        ([*LLAMA, "--optimizer", "adam"], "optimizer.name='adam' is unknown; use one of adamw, sgd"),
+        ([*LLAMA, "--optimizer", "adam"], "optimizer.name='adam' is unknown; use one of adamw, sgd, muon"),
         ([*LLAMA, "--precision", "params=float8"], "precision.params='float8' is unknown"),
         ([*LLAMA, "--precision", "weights=float32"], "precision 'weights' is unknown"),
         (

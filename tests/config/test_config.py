@@ -401,7 +401,7 @@ def test_a_key_that_another_optimizer_has_is_refused_by_name_with_all_other_prob
 @pytest.mark.parametrize("name", ["adam", 3, ["adamw"]])
 def test_an_optimizer_that_nobody_registered_is_refused_with_the_problems_of_other_sections(name):
     assert problems_of(tables(optimizer={"name": name, "beta3": 0.9}, checkpoint={"keep": 0})) == [
-        f"optimizer.name={name!r} is unknown; use one of adamw, sgd",
+        f"optimizer.name={name!r} is unknown; use one of adamw, sgd, muon",
         "checkpoint.keep=0 must be at least 1",
     ]
 

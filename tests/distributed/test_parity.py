@@ -29,9 +29,9 @@ from parity import (
     run_frozen,
     run_in_a_v,
     run_layout,
-    run_muon,
     run_over_symmetric_memory,
     run_reference,
+    run_torch_muon,
     skip_between_steps,
     train_with_overflows,
 )
@@ -350,11 +350,11 @@ def test_what_is_trained_beside_frozen_weights_is_exact_in_float64(ranks4: Ranks
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=4), Layout(pp=2, dp_replicate=2, schedule="zb-h1")], ids=str)
-def test_matrices_by_muon_and_the_rest_by_adamw_are_exact_in_float64(ranks4: Ranks, layout: Layout) -> None:
+def test_matrices_by_torchs_muon_and_the_rest_by_adamw_are_exact_in_float64(ranks4: Ranks, layout: Layout) -> None:
     case = Case(layout, model=TIED, num_steps=2)
-    outcome = merge(ranks4.run(run_muon, case))
+    outcome = merge(ranks4.run(run_torch_muon, case))
     with plugged_in("muon") as muon:
-        reference = run_reference(replace(case, optimizer=muon.Muon(rest=case.optimizer)))
+        reference = run_reference(replace(case, optimizer=muon.TorchMuon(rest=case.optimizer)))
     size, whose = largest_difference(outcome, reference)
     assert size <= 1e-10, whose
 

@@ -25,7 +25,7 @@ from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts
-from dtlayout.spec.optimizers import SGD
+from dtlayout.spec.optimizers import SGD, Muon
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
@@ -64,6 +64,7 @@ CASES = [
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, ep=4, zero=2), precision=BF16, model=MIXTURE),
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
     Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
+    Case(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), precision=BF16, optimizer=Muon()),
 ]
 CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]
 

@@ -18,7 +18,7 @@ from dtlayout.planner.space import Space
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.optimizers import SGD, AdamW, Muon
 
 FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
 DEEP = ModelShape(
@@ -30,8 +30,8 @@ EXPERTS = replace(DEEP, experts=Experts(number=8, per_token=2, ffn_size=512, den
 @pytest.mark.parametrize("engine", known_engines())
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [(SHAPE, AdamW()), (DEEP, AdamW()), (DEEP, SGD()), (EXPERTS, AdamW())],
-    ids=["tiny", "deep", "deep sgd", "experts"],
+    [(SHAPE, AdamW()), (DEEP, AdamW()), (DEEP, SGD()), (EXPERTS, AdamW()), (DEEP, Muon())],
+    ids=["tiny", "deep", "deep sgd", "experts", "deep muon"],
 )
 def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model, optimizer):
     scenario = Scenario(

@@ -28,6 +28,7 @@ from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts
+from dtlayout.spec.optimizers import Muon
 from dtlayout.spec.precision import Precision
 
 SMALL = replace(SHAPE, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=8192, num_layers=6, vocab_size=32_000)
@@ -134,13 +135,14 @@ SCENARIOS = {
     "experts on megatron": scenario(4, EXPERTS, engine="megatron", gpu="h100-80g-sxm", batch=8, memory=int(20e9)),
     "experts on prime-rl": scenario(8, EXPERTS, engine="prime-rl", gpu="h100-80g-sxm", memory=int(20e9)),
     "fsdp1": scenario(engine="fsdp1", memory=int(20e9)),
+    "muon": replace(scenario(4, batch=8, memory=int(12e9)), optimizer=Muon()),
 }  # fmt: skip
 
 LARGE = ("roomy", "tight", "tighter", "nodes of two")
 """Scenarios that differ in memory and nodes alone; together they have as many layouts as all others."""
 
 
-@pytest.mark.parametrize("name", mostly_thorough(SCENARIOS, lambda _, name: name not in (*LARGE, "six")))
+@pytest.mark.parametrize("name", mostly_thorough(SCENARIOS, lambda _, name: name not in (*LARGE, "six", "muon")))
 def test_the_best_found_are_the_best_of_all(name):
     fewer = OTHERS.get(name, FEWER)
     space = Space(SCENARIOS[name], avoided=dict(fewer))

@@ -24,7 +24,7 @@ from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, LatentAttention
-from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
+from dtlayout.spec.optimizers import SGD, AdamW, Muon, Optimizer
 from dtlayout.spec.precision import Precision
 
 PUBLISHED = toml.loads((Path(__file__).parent / "options.toml").read_text())
@@ -380,6 +380,7 @@ REFUSALS = [
     ),
     ("nanotron", {"model": "qwen3-8b"}, InvalidConfig, "nanotron has Llama and Qwen2"),
     ("nanotron", {"optimizer": Lion()}, InvalidConfig, "--optimizer=lion is nothing that nanotron has"),
+    ("megatron", {"optimizer": Muon()}, InvalidConfig, "--optimizer=muon is not written for Megatron-LM"),
     ("megatron", {"optimizer": Lion()}, InvalidConfig, "--optimizer=lion is nothing that Megatron-LM has"),
 ]
 

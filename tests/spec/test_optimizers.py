@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine import find_engine, known_engines
@@ -15,8 +17,10 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.optimizers import SGD, AdamW, Optimizer, find_optimizer, register_optimizer
+from dtlayout.spec.newton_schulz import SCALES, iteration_flops, plan_buckets
+from dtlayout.spec.optimizers import SGD, AdamW, Muon, Optimizer, find_optimizer, register_optimizer
 from dtlayout.spec.precision import Precision
+from dtlayout.spec.roles import ROLES
 
 
 @pytest.mark.parametrize(
@@ -29,8 +33,20 @@ from dtlayout.spec.precision import Precision
         (AdamW(state_format="bfloat16"), 4, 20),
         (SGD(state_format="bfloat16"), 2, 22),
         (SGD(state_format="bfloat16", momentum=0.0), 0, 12),
+        (Muon(), 4, 56),
+        (Muon(nesterov=False, weight_decay=0.0), 4, 36),
     ],
-    ids=["adamw", "sgd", "no momentum", "sgd that decays", "adamw in bf16", "sgd in bf16", "no momentum in bf16"],
+    ids=[
+        "adamw",
+        "sgd",
+        "no momentum",
+        "sgd that decays",
+        "adamw in bf16",
+        "sgd in bf16",
+        "no momentum in bf16",
+        "muon",
+        "muon without",
+    ],
 )
 def test_state_and_traffic_of_an_fp32_parameter_are_what_torch_keeps_and_moves(optimizer, state_bytes, update_bytes):
     assert (optimizer.state_bytes(4), optimizer.update_bytes) == (state_bytes, update_bytes)
@@ -85,6 +101,39 @@ def test_a_format_of_state_that_is_unknown_or_in_which_it_never_falls_is_refused
     AdamW(beta2=0.999), AdamW(state_format="bfloat16", beta2=0.996), SGD(state_format="bfloat16", momentum=1.0)
 
 
+def test_muon_takes_matrices_and_stacks_and_is_refused_where_the_device_has_no_state():
+    muon = Muon(rest=SGD())
+    taken = {role: muon.of_role(role).name for role in ROLES}
+    assert taken == {role: "muon" if role in ("matrix", "expert") else "sgd" for role in ROLES}
+    assert (muon.decay_of("expert"), muon.decay_of("matrix")) == (0.1, 0.1)
+    fine = (Layout(dp_replicate=2, dp_shard=2, cp=2, tp=2), Layout(dp_shard=4, ep=2), Layout(offload="activations"))
+    assert not [problem for layout in fine for problem in muon.layout_problems(layout)]
+    for offload in ("optimizer", "both"):
+        assert muon.layout_problems(Layout(offload=offload)) == [
+            "optimizer.name=muon iterates matrices on the device, which has no state with layout.offload="
+            f"{offload}; use layout.offload=none or activations"
+        ]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=40), st.integers(1, 6), st.integers(1, 200))
+def test_buckets_hold_each_matrix_once_are_bounded_and_evenly_shared(shapes, num_ranks, most):
+    buckets = plan_buckets(shapes, num_ranks, most)
+    assert sorted(place for each in buckets for owned in each.owned for place in owned) == list(range(len(shapes)))
+    for each in buckets:
+        held = [place for owned in each.owned for place in owned]
+        elements = sum(shapes[place][0] * shapes[place][1] for place in held)
+        assert len(held) <= num_ranks or elements <= num_ranks * most
+        loads = [sum(iteration_flops(shapes[place], 5) for place in owned) for owned in each.owned]
+        assert max(loads) - min(loads) <= max(iteration_flops(shapes[place], 5) for place in held)
+
+
+def test_flops_and_scales_are_the_published_ones():
+    assert iteration_flops((4096, 11008), 5) == 5 * (4 * 4096**2 * 11008 + 2 * 4096**3)
+    assert iteration_flops((11008, 4096), 1) == iteration_flops((4096, 11008), 1)
+    assert SCALES["match_rms_adamw"](100, 25) == SCALES["match_rms_adamw"](25, 100) == pytest.approx(2.0)
+    assert (SCALES["original"](100, 25), SCALES["original"](25, 100)) == (2.0, 1.0)
+
+
 def test_a_value_outside_its_range_is_refused_wherever_it_is_made():
     with pytest.raises(InvalidConfig) as caught:
         SGD(lr=0.0, momentum=1.5)
@@ -96,7 +145,7 @@ def test_a_value_outside_its_range_is_refused_wherever_it_is_made():
 
 def test_a_name_that_is_unknown_or_taken_is_refused(monkeypatch):
     monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
-    with pytest.raises(InvalidConfig, match=r"^optimizer.name='adam' is unknown; use one of adamw, sgd$"):
+    with pytest.raises(InvalidConfig, match=r"^optimizer.name='adam' is unknown; use one of adamw, sgd, muon$"):
         find_optimizer("adam")
 
     @dataclass(frozen=True, kw_only=True)
@@ -104,6 +153,6 @@ def test_a_name_that_is_unknown_or_taken_is_refused(monkeypatch):
         name: str = "adam"
 
     register_optimizer(Adam)
-    assert (list(optimizers.OPTIMIZERS), find_optimizer("adam")) == (["adamw", "sgd", "adam"], Adam)
+    assert (list(optimizers.OPTIMIZERS), find_optimizer("adam")) == (["adamw", "sgd", "muon", "adam"], Adam)
     with pytest.raises(InvalidConfig, match=r"^an optimizer called 'adam' is there already; register it under another"):
         register_optimizer(Adam)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from whole_muon import WholeMuon
 
 from dtlayout.data.samples import find_starts
 from dtlayout.mesh.axes import dp_rank
@@ -37,7 +38,7 @@ from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.spec.optimizers import AdamW, Optimizer
+from dtlayout.spec.optimizers import AdamW, Muon, Optimizer
 from dtlayout.spec.precision import Precision
 from dtlayout.training.batches import take_own
 from dtlayout.training.build import Assembly, assemble
@@ -260,10 +261,10 @@ def run_frozen(case: Case) -> Outcome | None:
         return run_layout(case)
 
 
-def run_muon(case: Case) -> Outcome | None:
-    """As `run_layout`, with matrices updated by Muon, and the rest by the case's optimizer."""
+def run_torch_muon(case: Case) -> Outcome | None:
+    """As `run_layout`, with matrices updated by torch's Muon, and the rest by the case's optimizer."""
     with plugged_in("muon") as muon:
-        return run_layout(replace(case, optimizer=muon.Muon(rest=case.optimizer)))
+        return run_layout(replace(case, optimizer=muon.TorchMuon(rest=case.optimizer)))
 
 
 @contextmanager
@@ -353,13 +354,17 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """As people write it who have one process."""
     values = asdict(settings)
-    if settings.name == "muon":
+    if settings.name == "torch-muon":
         roles = {name: find_weight(model, name).role for name in parameters}
         rest = {name: parameter for name, parameter in parameters.items() if roles[name] != "matrix"}
         matrices = [{"params": [p for name, p in parameters.items() if name not in rest]}]
         decay = {"lr": values["lr"], "weight_decay": values["weight_decay"]}
         by_muon = torch.optim.Muon(matrices, momentum=values["momentum"], **decay)
         return JointOptimizer([by_muon, make_optimizer(settings.rest, rest, model)])
+    if isinstance(settings, Muon):
+        of_muon = {name: p for name, p in parameters.items() if find_weight(model, name).role in ("matrix", "expert")}
+        rest = {name: parameter for name, parameter in parameters.items() if name not in of_muon}
+        return JointOptimizer([WholeMuon(of_muon.values(), settings), make_optimizer(settings.rest, rest, model)])
     matrices, vectors = ([p for p in parameters.values() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": values["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
     if settings.name == "sgd":

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from checkpoint_ranks import note_equal
 from parity import (
-    SMOOTH,
     TIED,
     Case,
     Outcome,
@@ -62,8 +61,8 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
     assembly, step = build_step(saved)
     for _ in range(SAVED_AFTER):
         step(*local_rows(saved), local_starts(saved))
-    tensors = collect_state(assembly.modules, step.optimizer, model, SMOOTH)
-    path = save_checkpoint(folder, SAVED_AFTER, tensors, model, SMOOTH, keep=1)
+    tensors = collect_state(assembly.modules, step.optimizer, model, saved.optimizer)
+    path = save_checkpoint(folder, SAVED_AFTER, tensors, model, saved.optimizer, keep=1)
 
     assembly, step = build_step(resumed)
     weights = list(named_parameters(assembly, resumed))
@@ -71,7 +70,7 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
         for name, parameter in weights:
             if (known := find_weight(model, name)).trains or known.is_counter:
                 parameter.fill_(0.5)  # whatever is not loaded is far from what it should be
-    assert load_checkpoint(path, assembly.modules, step.optimizer, model, SMOOTH) == SAVED_AFTER
+    assert load_checkpoint(path, assembly.modules, step.optimizer, model, resumed.optimizer) == SAVED_AFTER
     result = step(*local_rows(resumed), local_starts(resumed))
     parameters: dict = {}
     for name, parameter in weights:

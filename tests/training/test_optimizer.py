@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.work import WorkCounter
 from dtlayout.models.description import describe_llama
 from dtlayout.models.families import FAMILIES, Family
+from dtlayout.models.kernel_calls import Matmul
 from dtlayout.models.presets import find_preset
-from dtlayout.spec.optimizers import SGD, AdamW, RoleOptimizer
+from dtlayout.spec.newton_schulz import iteration_flops
+from dtlayout.spec.optimizers import SGD, AdamW, Muon, RoleOptimizer
+from dtlayout.training.muon import orthogonalize
 from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -170,6 +174,71 @@ def test_moments_in_bf16_are_rounded_once_a_step_whatever_chunks_they_are_conver
             assert torch.equal(optimizer.state[parameter][kind], kept.bfloat16())
     assert torch.allclose(parameter, expected, rtol=1e-12, atol=0)
     assert optimizer.state[parameter]["step"] == 4
+
+
+class Square(nn.Module):
+    """A block's matrix with as many elements as its momentum."""
+
+    def __init__(self, size):
+        super().__init__()
+        block = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": nn.Linear(size, size, bias=False)})})
+        self.model = nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
+
+
+def test_an_update_by_muon_keeps_moves_and_multiplies_what_is_said_of_it():
+    """Beside its elementwise passes it copies a matrix into the batch and back, normalizes it, and iterates."""
+    stage, settings, size = Square(96), Muon(), 96
+    optimizer = build_optimizer([stage], MODEL, settings)
+    (parameter,) = stage.parameters()
+    for _ in range(2):
+        parameter.grad = torch.randn_like(parameter)
+        counter = WorkCounter(lambda: None)
+        with StorageTracker([stage], [optimizer], observers=[counter.observe]) as tracker:
+            optimizer.step()
+    matmuls = {what: count for (_, what), count in counter.counts.items() if isinstance(what, Matmul)}
+    assert sum(2 * w.m * w.n * w.k * w.batch * n for w, n in matmuls.items()) == iteration_flops((size, size), 5)
+    moved = sum(w.moved_bytes * n for (_, w), n in counter.counts.items() if not isinstance(w, Matmul))
+    beside = 2 * (2 * 2 + 3)  # bf16: copies read and write, the norm reads, and scaling reads and writes
+    assert moved == pytest.approx(size * size * (settings.update_bytes + beside), rel=2e-3)
+    assert tracker.current.optimizer == size * size * settings.state_bytes(4)
+    assert set(optimizer.state[parameter]) == set(settings.state)
+
+
+def test_muon_takes_no_gradient_for_a_gradient_of_zero_and_refuses_a_vector_in_a_line():
+    stages = Square(8), Square(8)
+    for stage in stages:
+        nn.init.ones_(next(stage.parameters()))
+    first, second = (build_optimizer([stage], MODEL, Muon(nesterov=True)) for stage in stages)
+    for optimizer in (first, second):
+        set_learning_rate(optimizer, 0.1)
+    for with_gradient in (True, False):
+        weights = [next(stage.parameters()) for stage in stages]
+        weights[0].grad = torch.eye(8) if with_gradient else None
+        weights[1].grad = torch.eye(8) if with_gradient else torch.zeros(8, 8)
+        first.step()
+        second.step()
+    assert torch.equal(*weights) and not torch.equal(weights[0], torch.ones(8, 8))
+
+    class OfNorms(Muon):
+        """Muon that says that it takes vectors."""
+
+        roles = frozenset({"vector"})
+
+    with pytest.raises(
+        InvalidConfig, match=r"^optimizer.name=muon: .*:ShardedMuon refuses .* a parameter of shape \(3,\)"
+    ):
+        build_optimizer([Stage(1)], MODEL, OfNorms())
+
+
+def test_singular_values_come_near_one_and_a_matrix_of_zeros_stays_zero():
+    batch = torch.randn(3, 20, 50, dtype=torch.float64)
+    batch[1] = 0
+    done = orthogonalize([batch.clone()], steps=5, eps=1e-7)
+    values = torch.linalg.svdvals(done)
+    assert torch.equal(done[1], batch[1]) and values[0].min() > 0.5 and values.max() < 1.3
+    left, _, right = torch.linalg.svd(batch[0], full_matrices=False)
+    cosine = (done[0] * (left @ right)).sum() / done[0].norm() / (left @ right).norm()
+    assert cosine > 0.95
 
 
 def test_a_stage_without_matrices_or_without_vectors_has_one_group():

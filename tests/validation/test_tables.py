@@ -163,7 +163,7 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
             ["experts_per_token or expert_ffn is not stated", "ep is not stated"],
         ),
         ({"note": "MLA, as ever"}, ["multi-head latent attention, its ranks not stated"]),
-        ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
+        ({"experts": "0", "optimizer": "shampoo"}, ["optimizer shampoo is not known"]),
         ({"schedule": "hanayo", "engine": "torchtitan"}, ["schedule hanayo is not known"]),
         ({"schedule": "gpipe", "virtual_stages": "1"}, ["engine megatron has no schedule gpipe"]),
         ({"zero": "3"}, ["engine megatron has no zero=3 in pipelines"]),

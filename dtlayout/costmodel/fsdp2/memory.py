@@ -2,8 +2,8 @@
 
 Bytes of a block are in blocks.py, work of a unit of FSDP2 in units.py, and a schedule as steps of stages in steps.py.
 Here they become a stage's forward and backward, which are played in the schedule's order. The first of these gathers
-parameters and finds no gradients; the last reduces them. The optimizer needs nothing beside what the last backward
-leaves.
+parameters and finds no gradients; the last reduces them. An optimizer needs nothing beside what the last backward
+leaves, but for Muon, which has a bucket of matrices.
 """
 
 from collections import Counter
@@ -18,6 +18,7 @@ from dtlayout.costmodel.fsdp2.runs import BlockRun, SizesOfKind, find_runs
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.steps import Reduced, Step, find_rows, find_steps
 from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, stage_units
+from dtlayout.costmodel.muon import workspace_bytes
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.schedules.actions import Action, Kind
@@ -47,6 +48,8 @@ def fullest_finder(
         rows, order = find_rows(schedule, layout.placement, m, rank, layout.offloads_activations)
         message = changes((_B, own[0].size.stream))
         phases = [_play(own, step).times(count) if step else message for step, count in rows]
+        if workspace := workspace_bytes(scenario, layout, layout.placement.take(stages, rank)):
+            phases, order = [*phases, changes((_B, workspace), (_B, -workspace))], [*order, len(phases)]
         return fullest_of(sequence(stage.state for stage in own).left, phases, order)
 
     return find

@@ -8,10 +8,10 @@ from dtlayout.base.validators import ranged
 
 @register_optimizer
 @dataclass(frozen=True, kw_only=True)
-class Muon(RoleOptimizer):
+class TorchMuon(RoleOptimizer):
     """Momentum whose update is made orthogonal, for matrices; https://kellerjordan.github.io/posts/muon."""
 
-    name: str = "muon"
+    name: str = "torch-muon"
     lr: float = ranged("must be above 0 and finite", 2e-2)
     """Learning rate at the end of the warm-up."""
     weight_decay: float = ranged("must not be negative", 0.1)
