@@ -178,7 +178,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
                 *_, before, _, frozen_before = sizes[base]
                 sizes[base] = (1, tokens, before + outputs, inputs, frozen_before + frozen)
                 continue
-            base = len(sizes) if entry.casts else base
+            base = len(sizes) if entry.in_branch else base
             if read.spread == made.spread == "stream":  # each rank multiplies what it has of the stream
                 sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs, frozen))
             else:
@@ -430,7 +430,7 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
 
     forward_s = backward_s = opening_s = 0.0
     for entry in block_tape(scenario.model):
-        if entry.kind != "matmul" or not entry.casts:
+        if not entry.in_branch:
             continue
         sent_beside_s = linear_s(scenario, tokens, _own_part(entry.makes[0], layout), _own_part(entry.reads[0], layout))
         if entry.makes[0].spread == "branch":

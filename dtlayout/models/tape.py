@@ -55,7 +55,7 @@ class TapeEntry(NamedTuple):
     kept_as: Kept | None = None
     """Word of the recomputations that keep its results; None where every one computes them again."""
     casts: bool = False
-    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers do not."""
+    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers and adapters do not."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it."""
     saves_again: tuple[BlockTensor, ...] = ()
@@ -68,6 +68,8 @@ class TapeEntry(NamedTuple):
     """Whether a backward in two parts leaves the gradients of its weights to the second part."""
     ends_first: bool = False
     """Whether its backward lets go of its own tensors before the gradients of its weights come."""
+    in_branch: bool = False
+    """Whether it is a linear layer that opens or closes a branch: no router, and no matmul of an adapter or expert."""
     in_linear: bool = False
     """Whether it belongs to a linear layer, whose forward holds its result until the layer's own is there."""
 

@@ -27,7 +27,8 @@ class SplittableLinear(nn.Linear):
     computes around it."""
 
     multiply: Callable[..., Tensor] = staticmethod(F.linear)
-    """`F.linear`, or a function that computes the same."""
+    """`F.linear`, or a function with its arguments. Any other for a trained weight takes a `delay` after them, as
+    ops/scaled.py does."""
     adapt: Callable[[Any, Multiply, Tensor], Tensor] | None = None
     """(this layer, its matmul, x) → the layer's output with its adapter (ops/adapters.py); None without one."""
 

@@ -111,6 +111,11 @@ def _reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
     return wait(begin_scatter(by_rank, group))
 
 
+def find_largest(x: Tensor, group: Group) -> Tensor:
+    """Elementwise the largest number of the ranks' tensors, on every rank; it has no gradient."""
+    return wait(_operators.all_reduce(x, "max", group.name))
+
+
 def begin_gather(x: Tensor, group: Group) -> Tensor:
     """Each rank's tensor [B, …], one after the other [t·B, …]; call `wait` before it is read."""
     return _operators.all_gather_into_tensor(x.contiguous(), group.size, group.name)

@@ -82,6 +82,8 @@ class Plan(Offload):
     """Patterns of the parameters that are not trained: they have no gradient, no reduction and no optimizer state."""
     quantized: tuple[str, ...] = ()
     """Patterns of the linear layers whose frozen weights are stored as `precision.base` says."""
+    scaled: tuple[str, ...] = ()
+    """Patterns of the linear layers that multiply in `precision.matmuls`, below the compute format."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -95,6 +97,7 @@ class Plan(Offload):
         rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
         rows += [(pattern, "frozen") for pattern in self.frozen]
         rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
+        rows += [(pattern, f"multiplies in {self.precision.matmuls}") for pattern in self.scaled]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -132,6 +135,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         compile=kernels.compile,
         frozen=find_frozen(model),
         quantized=find_quantized(model) if precision.base != "compute" else (),
+        scaled=find_scaled(model) if precision.matmul_format else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -158,6 +162,12 @@ def find_quantized(model: ModelShape) -> tuple[str, ...]:
     """Patterns of the linear layers whose frozen weights `precision.base` may store in few bits."""
     found = ((where, each) for where, block in _list_blocks(model) for operation in block for each in operation.weights)
     return tuple(f"{where}.{each.name.removesuffix('.weight')}" for where, each in found if each.can_be_quantized)
+
+
+def find_scaled(model: ModelShape) -> tuple[str, ...]:
+    """Patterns of the linear layers that can multiply in `precision.matmuls`."""
+    found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
+    return tuple(f"{where}.{each.module}" for where, each in found if each.can_be_scaled)
 
 
 def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:

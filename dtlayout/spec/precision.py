@@ -9,6 +9,8 @@ from dtlayout.base.validators import Ranged
 BaseName = Literal["compute", "nf4", "int8"]
 """Names of [precision] base: that of compute, and those of `BASE_FORMATS`."""
 Format = Literal["float64", "float32", "bfloat16"]
+ALIGNMENT = 16
+"""Divisor of the sizes of a matrix that multiplies below bf16, which kernels ask for."""
 BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 

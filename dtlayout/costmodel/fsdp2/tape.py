@@ -129,7 +129,9 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             work = new + used * measures.reorders
         elif entry.kind == "sum":
             work, forward_work = new * (1 + measures.reorders), new * measures.reorders
-        if measures.weight and entry.casts and not entry.weights:  # of a quantized base; its codes become indices first
+        if (
+            measures.weight and entry.in_branch and not entry.weights
+        ):  # of a quantized base; its codes become indices first
             tensors = (*entry.reads, *entry.makes)
             numel = prod(each.width / (measures.tp if each.spread == "branch" else 1) for each in tensors)
             weight, lookup = measures.weight * numel, measures.lookup * numel
