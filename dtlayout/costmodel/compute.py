@@ -100,7 +100,7 @@ def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     What multiplies faster is filled as slowly: the sizes are lengthened as bf16's are, and by as much more as the
     peak is higher, along the sum.
     """
-    if (fmt := scenario.precision.matmul_format) is None:
+    if (fmt := scenario.precision.matmul_format) is None or scenario.is_on_host:  # a CPU multiplies what it casts back
         return matmul_s(scenario, m, n, k)
     constants, gpu = scenario.engine.constants, scenario.cluster.gpu
     if not (peak := gpu.peak_of(fmt)):
@@ -125,8 +125,10 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     tokens = tokens_of(scenario, layout)
     tape = block_tape(scenario.model)
     sizes = _matmul_sizes(scenario, layout)
-    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k, _ in sizes]
-    frozen_s = sum([frozen / n * each_s for each_s, (*_, n, _, frozen) in zip(matmuls_s, sizes, strict=True) if frozen])
+    matmuls_s = [each.times * (linear_s if each.casts else matmul_s)(scenario, *each.sizes) for each in sizes]
+    frozen_s = sum([
+        each.frozen / each.outputs * each_s for each_s, each in zip(matmuls_s, sizes, strict=True) if each.frozen
+    ])  # fmt: skip
     traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
@@ -158,14 +160,32 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     )
 
 
-def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float, float]]:
-    """Times, rows, outputs, inputs and frozen outputs of each matmul of a block on one rank; fused ones are one.
+class _Matmul(NamedTuple):
+    """A matmul of a block on one rank."""
+
+    times: float
+    rows: float
+    outputs: float
+    inputs: float
+    frozen: float
+    """Outputs whose weights are frozen."""
+    casts: bool
+    """Whether it computes in `Precision.matmuls`."""
+
+    @property
+    def sizes(self) -> tuple[float, float, float]:
+        """Arguments of `matmul_s`."""
+        return self.rows, self.outputs, self.inputs
+
+
+def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
+    """Each matmul of a block on one rank; fused ones are one.
 
     An adapter's two are not fused with others. Matmuls of experts count more often where they are slower than others.
     Each expert multiplies the rows that it is sent: T·k/E of each rank's tokens, and `experts.imbalance` times as many
     on the fullest of ep's ranks.
     """
-    sizes: list[tuple[float, float, float, float, float]] = []
+    sizes: list[_Matmul] = []
     base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
@@ -175,21 +195,22 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
             outputs, inputs = _own_part(made, layout), _own_part(read, layout)
             frozen = 0.0 if entry.weights else outputs
             if entry.fuses and fuses:
-                *_, before, _, frozen_before = sizes[base]
-                sizes[base] = (1, tokens, before + outputs, inputs, frozen_before + frozen)
+                before = sizes[base]
+                sizes[base] = before._replace(outputs=before.outputs + outputs, frozen=before.frozen + frozen)
                 continue
             base = len(sizes) if entry.in_branch else base
-            if read.spread == made.spread == "stream":  # each rank multiplies what it has of the stream
-                sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs, frozen))
-            else:
-                sizes.append((1, tokens, outputs, inputs, frozen))
+            # Each rank multiplies what it has of the stream.
+            is_of_stream = read.spread == made.spread == "stream"
+            rows = tokens / _ranks(layout)["stream"] if is_of_stream else tokens
+            sizes.append(_Matmul(1, rows, outputs, inputs, frozen, entry.casts))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token
             rows *= fullest_share(scenario, layout)
             for made in entry.makes:
                 outputs = made.width / k
-                sizes.append((times, rows, outputs, entry.reads[0].width / k, 0.0 if entry.weights else outputs))
+                frozen = 0.0 if entry.weights else outputs
+                sizes.append(_Matmul(times, rows, outputs, entry.reads[0].width / k, frozen, entry.casts))
     return sizes
 
 
@@ -399,7 +420,7 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     gathered_size = size
-    if (fmt := scenario.precision.matmul_format) and layout.shards_sequence:  # what is gathered is cast before
+    if (fmt := scenario.precision.matmul_format) and "activations" in features.gathers_cast and layout.shards_sequence:
         gathered_size = size * fmt.sent_bytes / activation_size(scenario)
     half_s, gather_s = (half_all_reduce_s(each, layout.tp, link) for each in (size, gathered_size))
     num_branches = describe(scenario.model).num_branches

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 from dtlayout.base.refusals import Refusal, describe
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS
-from dtlayout.costmodel.engine_rules import check_base, check_matmuls, find_layout_lacks, find_model_lacks
+from dtlayout.costmodel.engine_rules import (
+    check_base,
+    check_matmuls,
+    check_scaled,
+    find_layout_lacks,
+    find_model_lacks,
+)
 from dtlayout.pipelining.partition import StageSlice, to_slices
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
@@ -119,6 +125,7 @@ def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
     problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
     problems += find_update_problems(scenario, layout)
     problems += describe(check_base(scenario.precision, scenario.model, layout.tp))
+    problems += describe(check_scaled(scenario.engine, scenario.precision, scenario.model, layout))
     return problems + find_layout_lacks(scenario.engine, layout, scenario.model)
 
 
@@ -132,7 +139,7 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
     gpu, precision = scenario.cluster.gpu, scenario.precision
     fmt = precision.matmul_format
     broken = check_matmuls(scenario.engine, precision)
-    if fmt and not gpu.peak_of(fmt):
+    if fmt and not gpu.peak_of(fmt) and not scenario.is_on_host:
         known = scenario.engine.features.matmuls
         able = [name for name, each in MATMUL_FORMATS.items() if gpu.peak_of(each) and name in known]
         what = f"precision.matmuls={fmt.name} is no format that {gpu.name} multiplies in"

@@ -1,10 +1,11 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → EP → freeze → quantize → scale → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come first,
-since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen after it. Blocks are
-recomputed and compiled with what context parallelism changes in them. Recomputation goes inside the FSDP unit, so that
-a unit gathers once for its backward, not once more for the recomputation. What a recomputed or compiled block hands
-autograd goes to the host. FSDP2's hooks stay outside of what is compiled.
+TP/SP → EP → freeze → quantize → scale → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come
+first, since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen after it, and
+what multiplies in fp8 sees how tp splits a weight. Blocks are recomputed and compiled with what context parallelism
+changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers once for its backward, not once more
+for the recomputation. What a recomputed or compiled block hands autograd goes to the host. FSDP2's hooks stay outside
+of what is compiled.
 """
 
 from collections import defaultdict

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtlayout.base.cgroups import find_memory_limit
+from dtlayout.base.refusals import Refusal
 from dtlayout.spec.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
+from dtlayout.spec.precision import Precision
 
 DeviceType = Literal["cpu", "cuda"]
+_FIRST_FP8 = (8, 9)
+"""First compute capability of GPUs that multiply in fp8."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,18 @@ def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> D
     if gpu is not None and is_slice(name) and gpu.peak_flops_per_s == gpu_named(gpu.name).peak_flops_per_s:
         gpu = None
     return Device("cuda", name, gpu.peak_flops_per_s if gpu else None, capability, gpu)
+
+
+def check_format(device: Device, precision: Precision) -> list[Refusal]:
+    """The device multiplies in the format of matmuls; a CPU computes what its kernels cast back."""
+    fmt = precision.matmul_format
+    if fmt is None or device.type != "cuda":
+        return []
+    is_able = not device.capability or device.capability >= _FIRST_FP8
+    if bool(device.gpu.peak_of(fmt)) if device.gpu else is_able:
+        return []
+    what = f"precision.matmuls={fmt.name} is no format that {device.name} multiplies in"
+    return [Refusal("precision.matmuls", what, "use precision.matmuls=compute")]
 
 
 def find_host_bytes() -> int:

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from dtlayout.base.refusals import refuse
 from dtlayout.base.signals import StopRequest
 from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, check_held_out, open_samples
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
-from dtlayout.spec.device import Device, find_host_bytes
+from dtlayout.spec.device import Device, check_format, find_host_bytes
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.training.devices import open_device, repeat_bits
@@ -56,6 +57,7 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
     chosen = config.choose_kernels(device, layout)
     kernels = chosen.kernels
     kernels.check(config.request_kernels(device, layout))
+    refuse(check_format(device, config.precision))
     known = replace(config, kernels=OpenKernels.of(kernels))
     refuse_hopeless(known, layout, device.gpu)
     if device.type == "cpu":

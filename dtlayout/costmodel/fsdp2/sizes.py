@@ -33,6 +33,13 @@ _INDEX_BYTES = 8
 """An int64."""
 
 
+def _weigh_casting(scenario: Scenario, tokens: float, kernels: Kernels) -> tuple[float, float]:
+    """`Measures.tokens` and `Measures.casting`: eager kernels scale a copy in fp32, which a compiler leaves out."""
+    if scenario.precision.matmul_format is None or not scenario.engine.features.holds_casts:
+        return 0.0, 0.0
+    return tokens, 1.0 if kernels.compiles_blocks else 5.0
+
+
 class Sizes:
     """Bytes of one microbatch's tensors on one rank, [Note: what a compiled block keeps]."""
 
@@ -104,7 +111,7 @@ class Sizes:
             layout.tp, self.stream_ranks, self.input_ranks,
             self.reorders, self.is_split and scenario.engine.features.dtensor_activations,
             self.attention, self.attention_results, self.forward_work, self.backward_work,
-            *weigh_base(scenario),
+            *weigh_base(scenario), *_weigh_casting(scenario, tokens, kernels),
         )  # fmt: skip
 
     def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:

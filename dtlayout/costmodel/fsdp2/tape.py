@@ -48,6 +48,10 @@ class Measures(NamedTuple):
     """Bytes of an element of a frozen weight that is computed out of few bits; 0 where it is there."""
     lookup: float = 0.0
     """Bytes of an element of what its codes become first."""
+    tokens: float = 0.0
+    """Tokens whose tensors are cast for matmuls, as ops/scaled.py does; 0 where that is not known."""
+    casting: float = 0.0
+    """Bytes of an element while it is cast to fp8, which is one of them."""
 
 
 class SizedEntry(NamedTuple):
@@ -87,6 +91,8 @@ class SizedEntry(NamedTuple):
     """Whether it has a backward."""
     weight_work: float = 0.0
     """Held by its backward while its weights' gradients come, beside the new gradients."""
+    weight_peak: float = 0.0
+    """Held by its backward at the fullest before these gradients come, beside the new gradients."""
 
     @property
     def saved(self) -> float:
@@ -137,6 +143,9 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             weight, lookup = measures.weight * numel, measures.lookup * numel
             work = max(new, lookup) + weight
             forward_work = max(weight, weight + lookup - used)
+        weight_work, weight_peak = sum(size(entry.weight_scratch).values()), 0.0
+        if measures.tokens and entry.casts:
+            forward_work, work, weight_peak, weight_work = _weigh_casts(entry, measures, new, used)
         shares_gradient = entry.shares_gradient or (entry.kind == "sum" and not scatters)
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
@@ -144,5 +153,21 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             adds_apart=measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
             shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
             in_linear=entry.in_linear, is_differentiated=entry.is_differentiated,
-            weight_work=sum(size(entry.weight_scratch).values()),
+            weight_work=weight_work, weight_peak=weight_peak,
         )  # fmt: skip
+
+
+def _weigh_casts(entry: TapeEntry, measures: Measures, new: float, made: float) -> tuple[float, float, float, float]:
+    """Work of a matmul of cast tensors (ops/scaled.py), of which some are copied into another order for its kernel.
+
+    In forward beside the result of `made` bytes; in backward with the `new` gradients, at the fullest before the
+    weight's gradient comes, and while it comes.
+    """
+    read, *_ = *entry.reads, *entry.saves, *entry.makes  # nothing before it may need a gradient
+    inputs, outputs = (each.width / (measures.tp if each.spread == "branch" else 1) for each in (read, entry.makes[0]))
+    x, y, weight, casting = measures.tokens * inputs, measures.tokens * outputs, inputs * outputs, measures.casting
+    forward = max(casting * x - made, x + casting * weight - made, x + weight)
+    work = max(casting * y, y + casting * weight, y + 2 * weight + new) if entry.reads else 0.0
+    if not entry.weights:
+        return forward, work, 0.0, 0.0
+    return forward, work, max(casting * y, y + casting * x), 2 * (x + y)
