@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of, weigh_base
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    fullest_share,
+    matmul_alignment,
+    sends_cast,
+    tokens_of,
+    weigh_base,
+)
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
@@ -35,6 +43,8 @@ many where the gradients of what both matmuls read are added."""
 _RESCALED_TRAFFIC_BYTES = 16.0
 """Moved by an adapter's vector likewise: a read and a write, and in backward as many, two reads and a write of the
 products that make the vector's gradient, and a read of these."""
+_MAXIMUM_BYTES = 4.0
+"""A largest number in fp32."""
 
 
 class BlockTime(NamedTuple):
@@ -77,8 +87,8 @@ class BlockTime(NamedTuple):
 def operation_s(scenario: Scenario, kernels: Kernels, operation: KernelCall) -> float:
     """Seconds of an operator on the device."""
     match operation:
-        case Matmul(m, n, k, batch):
-            return batch * matmul_s(scenario, m, n, k)
+        case Matmul(m, n, k, batch, is_scaled):
+            return batch * (linear_s if is_scaled else matmul_s)(scenario, m, n, k)
         case AttentionCall(flops):
             return flash_s(scenario, kernels.attention, flops)
     return pass_s(scenario, operation.moved_bytes)
@@ -123,7 +133,7 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    tape = block_tape(scenario.model)
+    tape = _tape(scenario)
     sizes = _matmul_sizes(scenario, layout)
     matmuls_s = [each.times * (linear_s if each.casts else matmul_s)(scenario, *each.sizes) for each in sizes]
     frozen_s = sum([
@@ -189,7 +199,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
     base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in block_tape(scenario.model):
+    for entry in _tape(scenario):
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
             outputs, inputs = _own_part(made, layout), _own_part(read, layout)
@@ -224,9 +234,14 @@ def _ranks(layout: Layout) -> dict[str, int]:
     return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp, "whole": 1}
 
 
+def _tape(scenario: Scenario, fullest: float = 1.0) -> tuple[TapeEntry, ...]:
+    """Steps of a block on one rank; `fullest` as in `TapeOptions`."""
+    return block_tape(scenario.model, PLAIN._replace(fullest=fullest, alignment=matmul_alignment(scenario)))
+
+
 def _tape_of_fullest(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
     """Steps of a block on the fullest of ep's ranks."""
-    return block_tape(scenario.model, PLAIN._replace(fullest=fullest_share(scenario, layout)))
+    return _tape(scenario, fullest_share(scenario, layout))
 
 
 def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -420,7 +435,7 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     gathered_size = size
-    if (fmt := scenario.precision.matmul_format) and "activations" in features.gathers_cast and layout.shards_sequence:
+    if (fmt := scenario.precision.matmul_format) and sends_cast(scenario, layout):
         gathered_size = size * fmt.sent_bytes / activation_size(scenario)
     half_s, gather_s = (half_all_reduce_s(each, layout.tp, link) for each in (size, gathered_size))
     num_branches = describe(scenario.model).num_branches
@@ -428,8 +443,26 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     num_reduced = features.input_reductions * num_branches / 2
     forward_s, backward_s = num_branches * (half_s + gather_s), num_reduced * half_s
     backward_s += num_gathered * gather_s if layout.shards_sequence else num_reduced * half_s
+    forward_maxima_s, backward_maxima_s = _maxima_s(scenario, layout)
+    forward_s, backward_s = forward_s + forward_maxima_s, backward_s + backward_maxima_s
     forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, gathered_size)
     return (forward_s - forward_hidden_s) * exposed, (backward_s - backward_hidden_s) * exposed
+
+
+def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
+    """Seconds in which tp's ranks find scales that tensors have in common, forward and backward (plans/scale.py).
+
+    An all-reduce of two numbers before each matmul, and of one before the gradients of those that tp splits by outputs
+    and before what is gathered in fp8.
+    """
+    fmt = scenario.precision.matmul_format
+    if fmt is None or not fmt.scales_tensors or not scenario.engine.features.casts_itself:
+        return 0.0, 0.0
+    each_s = 2 * half_all_reduce_s(_MAXIMUM_BYTES, layout.tp, tp_link(scenario, layout))
+    casting = [entry for entry in _tape(scenario) if entry.casts]
+    num_split = sum(entry.makes[0].spread == "branch" for entry in casting)
+    num_gathered = describe(scenario.model).num_branches * sends_cast(scenario, layout)  # in either direction
+    return (len(casting) + num_gathered) * each_s, (num_split + num_gathered) * each_s
 
 
 def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size: float) -> tuple[float, float]:
@@ -450,7 +483,7 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
         return whole_s - max(0.0, last_matmul_or_message_s - beside_s - after_s)
 
     forward_s = backward_s = opening_s = 0.0
-    for entry in block_tape(scenario.model):
+    for entry in _tape(scenario):
         if not entry.in_branch:
             continue
         sent_beside_s = linear_s(scenario, tokens, _own_part(entry.makes[0], layout), _own_part(entry.reads[0], layout))

@@ -126,8 +126,9 @@ class Features:
     gathers_cast: tuple[Literal["activations", "weights"], ...] = ("activations", "weights")
     """Tensors that are cast to such a format before they are gathered, and so travel in its bytes: activations by
     sequence parallelism, weights by sharded data parallelism."""
-    holds_casts: bool = False
-    """Whether the tensors that such a linear layer makes on its way are known: those of ops/scaled.py."""
+    casts_itself: bool = False
+    """Whether such linear layers are those of ops/scaled.py, of which every tensor is known. Layers with a side that
+    `ALIGNMENT` does not divide stay in the compute format; other programs are predicted as if they took any."""
     untrained: tuple[str, ...] = ()
     """Keys of [model] that the program cannot train at other values than their defaults, although it is predicted with
     them. Only a check of a run refuses them."""

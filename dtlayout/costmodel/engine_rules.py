@@ -196,7 +196,7 @@ def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout
     if layout.overlaps_tp:
         what = f"{asked} casts whole tensors, and layout.tp_overlap multiplies pieces"
         broken.append(Refusal("tp_overlap", what, "use tp_overlap=false"))
-    scaled = [each for each in describe_model(model).block if isinstance(each, Linear) and each.can_be_scaled]
+    scaled = [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
     if not scaled:
         what = f"{asked} needs linear layers with sizes that {ALIGNMENT} divides, and no block has one"
         broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))

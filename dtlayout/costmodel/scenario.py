@@ -15,6 +15,7 @@ from dtlayout.costmodel.engine_rules import (
     find_model_lacks,
 )
 from dtlayout.pipelining.partition import StageSlice, to_slices
+from dtlayout.plans.plan import gathers_cast
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
@@ -24,7 +25,7 @@ from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import AdamW, Optimizer
-from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
+from dtlayout.spec.precision import ALIGNMENT, BYTES, MATMUL_FORMATS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +231,19 @@ def weigh_base(scenario: Scenario) -> BaseSizes:
     if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
         return BaseSizes(0.0, 0.0)
     return BaseSizes(BYTES[scenario.precision.compute], 4 * base.bits / 8 if base.bits < 8 else 0.0)
+
+
+def matmul_alignment(scenario: Scenario) -> int:
+    """Divisor of both sizes of a linear layer that the engine multiplies below the compute format."""
+    return ALIGNMENT if scenario.engine.features.casts_itself else 1
+
+
+def sends_cast(scenario: Scenario, layout: Layout) -> bool:
+    """Whether sequence parallelism gathers what matmuls read as it is cast for them, below the compute format."""
+    features = scenario.engine.features
+    if "activations" not in features.gathers_cast or not layout.shards_sequence or not scenario.precision.matmul_format:
+        return False
+    return not features.casts_itself or gathers_cast(scenario.model, scenario.precision)
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:

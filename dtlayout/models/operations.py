@@ -11,7 +11,6 @@ from math import prod
 from typing import ClassVar, Literal
 
 from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
-from dtlayout.spec.precision import ALIGNMENT
 from dtlayout.spec.recompute import Kept
 from dtlayout.spec.roles import Role
 
@@ -163,10 +162,10 @@ class Linear(BaseOperation):
         """True if tp splits it; not so a router, or a matmul into latent attention's narrow vectors."""
         return self.style != "replicated"
 
-    @property
-    def can_be_scaled(self) -> bool:
-        """True if it multiplies in `precision.matmuls`, where that is below the compute format."""
-        return self.is_split and self.inputs % ALIGNMENT == self.outputs % ALIGNMENT == 0
+    def is_scaled(self, alignment: int) -> bool:
+        """True if it multiplies in `precision.matmuls`, where that is below the compute format, by kernels that take
+        sizes that `alignment` divides."""
+        return self.is_split and self.inputs % alignment == self.outputs % alignment == 0
 
     @property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
@@ -195,7 +194,7 @@ class Linear(BaseOperation):
         elif self.style == "rowwise" and options.is_split:
             summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
             closing = (TapeEntry("sum", (made,), (summed,)),)
-        saves = self.saves_input and (self.trains or options.trains_all)
+        casts, saves = self.is_scaled(options.alignment), self.saves_input and (self.trains or options.trains_all)
         if options.is_own_mixture and not self.is_split:
             saves = self.trains or options.trains_all
             # Beside a shared expert that gathered it, a router saves what is this rank's own.
@@ -203,8 +202,8 @@ class Linear(BaseOperation):
                 name=f"{saved.name}.own" if options.is_split and not self.saves_input else saved.name
             )
         matmul = TapeEntry(
-            "matmul", (read,), (made,), (saved._replace(format="cast" if self.can_be_scaled else "compute"),) * saves,
-            name_trained(self.own_weights), kept_as=self.kept_as, casts=self.can_be_scaled, fuses=self.fuses,
+            "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
+            name_trained(self.own_weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
             puts_off=True, in_linear=True, in_branch=self.is_split,
         )  # fmt: skip
         return (matmul, *closing)

@@ -100,6 +100,8 @@ class TapeOptions(NamedTuple):
     """Whether entries save as if all weights were trained: forward holds what it reads, even if backward needs none."""
     ends_gradients: bool = False
     """Whether the block's input needs no gradient: nothing before it is trained."""
+    alignment: int = 1
+    """Divisor of both sizes of a linear layer that multiplies below the compute format."""
 
 
 PLAIN = TapeOptions()

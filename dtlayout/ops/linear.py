@@ -15,6 +15,10 @@ Project = Callable[..., tuple[Tensor, ...]]
 """(a tensor, some `nn.Linear`) → the output of each linear layer."""
 Multiply = Callable[[Tensor], Tensor]
 """x [..., in] → x·wᵀ + b [..., out]."""
+MakeGradient = Callable[[], Tensor]
+"""A function that computes the gradient of a weight."""
+Delay = Callable[[MakeGradient], Tensor | None]
+"""How a weight's gradient is made → that gradient, or None where it comes later."""
 
 
 def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:

@@ -27,27 +27,25 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from dtlayout.ops.linear import Delay, MakeGradient
 from dtlayout.spec.precision import ALIGNMENT
 
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+"""Formats of numbers and, with one scale for a tensor, of gradients."""
 _LEAST_MAGNITUDE = 1e-12
 """Magnitude from which on a tensor is scaled; zeros would have no scale."""
 
-MakeGradient = Callable[[], Tensor]
-"""A function that computes the gradient of a weight, [N, D]."""
-Delay = Callable[[MakeGradient], Tensor | None]
-"""How a weight's gradient is made → that gradient, or None where it comes later."""
 Share = Callable[[Tensor], Tensor]
 """Largest magnitudes of this rank's parts of some tensors → those of the whole tensors."""
 
 
 class Scaled(NamedTuple):
-    """A matrix in fp8."""
+    """A tensor in fp8."""
 
     values: Tensor
     """The numbers times their scales."""
     scale: Tensor
-    """One scale, or one for each row [T, 1] or column [1, N]; fp32."""
+    """One scale, or of a matrix one for each row [T, 1] or column [1, N]; fp32."""
 
     def t(self) -> "Scaled":
         """The transpose."""
@@ -94,20 +92,20 @@ class _Tensorwise(Function):
         ctx: Any, x: Tensor, weight: Tensor, delay: Delay, share: Share, share_gradient: Share
     ) -> Tensor:  # fmt: skip
         ctx.delay, ctx.share = delay, share_gradient
-        scales = _find_scales(share(torch.stack((_largest(x), _largest(weight)))), _E4M3)
+        scales = find_scales(share(torch.stack((find_magnitude(x), find_magnitude(weight)))), E4M3)
         of_x, of_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, scales)
-        x_TD, weight_ND = _cast(x.flatten(0, -2), scales[0], _E4M3), _cast(weight, scales[1], _E4M3)
+        x_TD, weight_ND = cast(x.flatten(0, -2), scales[0], E4M3), cast(weight, scales[1], E4M3)
         return _multiply(x_TD, weight_ND.t(), x.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
         gradient_TN, (of_x, of_weight, *_) = gradients[0].flatten(0, -2), ctx.needs_input_grad
-        scale = _find_scales(ctx.share(_largest(gradient_TN)), _E5M2)
+        scale = find_scales(ctx.share(find_magnitude(gradient_TN)), E5M2)
         made: list[Tensor | None] = [None, None]
         if of_x:
-            cast_TN, weight_ND = _cast(gradient_TN, scale, _E5M2), _cast(weight, scales[1], _E4M3)
+            cast_TN, weight_ND = cast(gradient_TN, scale, E5M2), cast(weight, scales[1], E4M3)
             made[0] = _multiply(cast_TN, weight_ND, gradient_TN.dtype).view(*gradients[0].shape[:-1], -1)
             del cast_TN, weight_ND
         if of_weight:
@@ -118,7 +116,7 @@ class _Tensorwise(Function):
 
 
 def _differentiate_tensorwise(gradient_TN: Tensor, scale: Tensor, x_TD: Tensor, scale_of_x: Tensor) -> Tensor:
-    left, right = _cast(_fill_up(gradient_TN), scale, _E5M2), _cast(_fill_up(x_TD), scale_of_x, _E4M3)
+    left, right = cast(_fill_up(gradient_TN), scale, E5M2), cast(_fill_up(x_TD), scale_of_x, E4M3)
     return _multiply(left.t(), right, x_TD.dtype)
 
 
@@ -151,18 +149,19 @@ def _differentiate_rowwise(gradient_TN: Tensor, x_TD: Tensor) -> Tensor:
     return _multiply_and_scale(left.t(), right, x_TD.dtype)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Largest magnitude of a tensor, fp32."""
+def find_magnitude(x: Tensor) -> Tensor:
+    """Largest magnitude of a tensor, a scalar in fp32."""
     return x.abs().amax().float()
 
 
-def _find_scales(largest: Tensor, fmt: torch.dtype) -> Tensor:
+def find_scales(largest: Tensor, fmt: torch.dtype) -> Tensor:
+    """Scales in fp32 for numbers up to these magnitudes in `fmt`."""
     # In fp64, since compiled and eager kernels divide fp32 differently.
     return (torch.finfo(fmt).max / largest.double().clamp(min=_LEAST_MAGNITUDE)).float()
 
 
-def _cast(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Scaled:
-    """A matrix times its scale in `fmt`; what the format cannot hold becomes its largest number."""
+def cast(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Scaled:
+    """A tensor times its scale in `fmt`; what the format cannot hold becomes its largest number."""
     largest = torch.finfo(fmt).max
     exact = x.to(torch.float32, copy=True).mul_(scale).clamp_(-largest, largest)  # torch 2.11 casts others to nan
     return Scaled(exact.to(fmt), scale)
@@ -170,8 +169,8 @@ def _cast(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Scaled:
 
 def _cast_along(x: Tensor, dim: int) -> Scaled:
     """A matrix in e4m3, with a scale for all elements along `dim`: the power of two below the exact one."""
-    exact = _find_scales(x.abs().amax(dim, keepdim=True), _E4M3)
-    return _cast(x, torch.exp2(torch.floor(torch.log2(exact))), _E4M3)
+    exact = find_scales(x.abs().amax(dim, keepdim=True), E4M3)
+    return cast(x, torch.exp2(torch.floor(torch.log2(exact))), E4M3)
 
 
 def _fill_up(x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from dtlayout.ops.grouped import GroupedMatmul, MakeGradient, StackedLinear, multiply_groups
-from dtlayout.ops.linear import SplittableLinear
+from dtlayout.ops.grouped import GroupedMatmul, StackedLinear, multiply_groups
+from dtlayout.ops.linear import Delay, SplittableLinear
 
 
 class DelayedWeightGradient(NamedTuple):
@@ -84,7 +84,7 @@ class StageWeights:
             return multiply(x, weight, bias)
         return multiply(x, weight, bias, self._delay(weight))
 
-    def _delay(self, weight: Tensor) -> Callable[[MakeGradient], Tensor | None]:
+    def _delay(self, weight: Tensor) -> Delay:
         """A function that puts off the gradient of this weight, or makes it."""
         edges = [get_gradient_edge(weight)]
         return lambda make: self.gradients(DelayedWeightGradient(edges, lambda: [make()]))[0]

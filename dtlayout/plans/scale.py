@@ -37,7 +37,7 @@ def _splits_outputs(weight: Tensor) -> bool:
 
 @cache
 def _make_tensorwise(group: Group | None, splits_outputs: bool) -> Callable[..., Tensor]:
-    """The same function for all layers that ranks share alike, so that torch.compile reuses code."""
+    """One function for all layers that ranks share alike, so that torch.compile reuses code."""
     if group is None:
         return multiply_tensorwise
     share: dict[str, Any] = {"share": partial(find_largest, group=group)}

@@ -52,6 +52,8 @@ class Measures(NamedTuple):
     """Tokens whose tensors are cast for matmuls, as ops/scaled.py does; 0 where that is not known."""
     casting: float = 0.0
     """Bytes of an element while it is cast to fp8, which is one of them."""
+    sends_cast: bool = False
+    """Whether tp gathers a block's tensors in fp8, which lie beside the result."""
 
 
 class SizedEntry(NamedTuple):
@@ -111,7 +113,7 @@ def size_end(model: ModelShape, options: TapeOptions, measures: Measures) -> tup
     """Steps of the final norm, and the gather of its result for the head; with bytes of their tensors."""
     norm = describe(model).final_norm
     gather = gather_for(BlockTensor(f"{norm.module}{GATHERED}", norm.width, "whole"))
-    return tuple(_size([*norm.record(options), *[gather] * options.is_split], measures))
+    return tuple(_size([*norm.record(options), *[gather] * options.is_split], measures._replace(sends_cast=False)))
 
 
 def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
@@ -121,6 +123,10 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
 
     def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
         return {each.name: elements[each.format] * each.width / ranks[each.spread] for each in tensors}
+
+    def cast(nbytes: float) -> float:
+        """Bytes of a tensor of the compute format as it was gathered in fp8."""
+        return nbytes * measures.tokens / measures.compute if measures.sends_cast else 0.0
 
     for entry in tape:
         reads, makes, saves = size(entry.reads), size(entry.makes), size(entry.saves)
@@ -132,9 +138,10 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             saves = {ATTENDED: used, "attention": measures.attention - used}
             work, forward_work, results = measures.backward_work, measures.forward_work, (measures.attention_results,)
         elif entry.kind == "gather":  # its backward is a reduce-scatter or an all-reduce, which writes beside its input
-            work = new + used * measures.reorders
+            work, forward_work = new + used * measures.reorders, cast(used)
         elif entry.kind == "sum":
             work, forward_work = new * (1 + measures.reorders), new * measures.reorders
+            work = new + cast(new) if measures.sends_cast else work
         if (
             measures.weight and entry.in_branch and not entry.weights
         ):  # of a quantized base; its codes become indices first
