@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ranks import Ranks
 from thorough import thorough
 from torch._dynamo.utils import counters
 
+from dtlayout.plans.plan import make_plan
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -49,6 +51,12 @@ def run_compiled(case: Case) -> tuple[Outcome | None, int, int]:
     with torch._dynamo.config.patch(error_on_recompile=True), compiling_with("aot_eager"):
         outcome = run_layout(case)
     return outcome, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def gather_in_bf16(case: Case) -> Outcome | None:
+    """The step, with tensors gathered before they are cast."""
+    with mock.patch("dtlayout.plans.plan.gathers_cast", return_value=False):
+        return run_layout(case)
 
 
 def find_loss(case: Case) -> float:
@@ -101,6 +109,14 @@ def test_ranks_of_tp_and_split_backwards_train_as_one_process(ranks4: Ranks, nam
         assert find_difference(outcome, expected) < 0.05
     whole = train(ranks4, case_of(replace(SPLIT["split backwards"], schedule="1f1b"), name))
     assert have_same_bits(found["split backwards"], whole)
+
+
+@pytest.mark.parametrize("layout", [SPLIT["tp with sequence parallelism"], SPLIT["split backwards"]], ids=str)
+def test_what_is_gathered_in_fp8_has_the_bits_of_what_is_cast_later(ranks4: Ranks, layout: Layout) -> None:
+    case = case_of(layout, "fp8-tensorwise", model=BIASED)
+    styles = make_plan(case.model, layout, case.kernels, case.precision).tensor.values()
+    assert {"input-gather-cast", "rowwise-scatter-cast"} < {*styles}
+    assert have_same_bits(train(ranks4, case), train(ranks4, case, gather_in_bf16))
 
 
 @pytest.mark.parametrize("name", ["fp8-tensorwise", thorough("fp8-rowwise")])
