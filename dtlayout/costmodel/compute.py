@@ -147,6 +147,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
     permuting_s += pass_s(scenario, _base_traffic_bytes(scenario, layout, kernels))  # as much in backward
+    permuting_s += pass_s(scenario, _weight_cast_bytes(scenario, layout))  # as much in backward
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
@@ -275,7 +276,7 @@ def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
 
     Cast are the input of each layer, once where several read the same, and the gradient of its output.
 
-    Weights are cast once a step and left out; a router stays as it is.
+    Weights are apart (`_weight_cast_bytes`); a router stays as it is.
     """
     if (fmt := scenario.precision.matmul_format) is None:
         return 0.0
@@ -286,6 +287,16 @@ def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
             elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
             cast.update(each.name for each in new)
     return fmt.cast_bytes * elements
+
+
+def _weight_cast_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Bytes moved by casts of a block's weights in each forward and each backward: our trainer casts them every time,
+    in one of both orders. Other programs do so once a step, which is left out."""
+    fmt = scenario.precision.matmul_format
+    if fmt is None or not scenario.engine.features.casts_itself:
+        return 0.0
+    sizes = [(entry.reads[0], entry.makes[0]) for entry in _tape(scenario) if entry.casts]
+    return fmt.cast_bytes / 2 * sum([_own_part(read, layout) * _own_part(made, layout) for read, made in sizes])
 
 
 def _base_traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
