@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from thorough import thorough
 
 from benchmarks.dryrun import SUBJECTS, Subject
 from dtlayout.costmodel.estimate import Estimator
@@ -65,10 +66,10 @@ ADAPTED = [
     (Layout(pp=2, tp=2, schedule="zb-h1", micro_batch=2, zero=3), Adapter(targets=("o_proj", "up_proj"))),
 ]
 SCALED = [
-    (Layout(dp_shard=2, tp=2, micro_batch=2, zero=2, recompute="full"), None, "fp8-tensorwise"),
     (Layout(pp=2, tp=2, schedule="zb-h1", zero=3), None, "fp8-tensorwise"),
     (Layout(pp=2, dp_shard=2, zero=3, recompute="keep-matmuls"), None, "fp8-rowwise"),
-    (Layout(dp_shard=2, tp=2, zero=3), LORA, "fp8-tensorwise"),
+    thorough((Layout(dp_shard=2, tp=2, micro_batch=2, zero=2, recompute="full"), None, "fp8-tensorwise")),
+    thorough((Layout(dp_shard=2, tp=2, zero=3), LORA, "fp8-tensorwise")),
 ]
 
 
