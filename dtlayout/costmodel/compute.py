@@ -135,7 +135,11 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     tokens = tokens_of(scenario, layout)
     tape = _tape(scenario)
     sizes = _matmul_sizes(scenario, layout)
-    matmuls_s = [each.times * (linear_s if each.casts else matmul_s)(scenario, *each.sizes) for each in sizes]
+    # Other programs' routers are small, and count like the matmuls beside them.
+    in_format = not scenario.engine.features.casts_itself
+    matmuls_s = [
+        each.times * (linear_s if each.casts or in_format else matmul_s)(scenario, *each.sizes) for each in sizes
+    ]
     frozen_s = sum([
         each.frozen / each.outputs * each_s for each_s, each in zip(matmuls_s, sizes, strict=True) if each.frozen
     ])  # fmt: skip
