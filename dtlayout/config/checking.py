@@ -14,7 +14,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.models.families import find_family, find_target_problems
 from dtlayout.models.weights import check_init_from
-from dtlayout.spec.device import Device, check_format, expect_device
+from dtlayout.spec.device import Device, check_formats, expect_device
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
 from dtlayout.spec.trackers import package_problems
@@ -37,8 +37,8 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     trainer = find_engine(OWN_ENGINE, "cpu")  # its features are those on any device
     problems += layout.problems(model, config.batch) + config.optimizer.layout_problems(layout)
     problems += describe([broken for rule in _RULES for broken in rule(config)])
-    problems += describe(check_format(config.precision.compute, device))
     problems += find_training_lacks(trainer, layout, model, config.precision)
+    problems += describe(check_formats(device, config.precision))
     problems += kernels.problems(config.request_kernels(device, layout))
     if problems:
         raise InvalidLayout(problems)

@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, tokens_of, weigh_base
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    fullest_share,
+    matmul_alignment,
+    sends_cast,
+    tokens_of,
+    weigh_base,
+)
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
@@ -37,6 +45,8 @@ _RESCALED_TRAFFIC_BYTES = 16.0
 products that make the vector's gradient, and a read of these."""
 _WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts"})
 """Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm."""
+_MAXIMUM_BYTES = 4.0
+"""A largest number in fp32."""
 
 
 class BlockTime(NamedTuple):
@@ -79,8 +89,8 @@ class BlockTime(NamedTuple):
 def operation_s(scenario: Scenario, kernels: Kernels, operation: KernelCall) -> float:
     """Seconds of an operator on the device."""
     match operation:
-        case Matmul(m, n, k, batch):
-            return batch * matmul_s(scenario, m, n, k)
+        case Matmul(m, n, k, batch, is_scaled):
+            return batch * (linear_s if is_scaled else matmul_s)(scenario, m, n, k)
         case AttentionCall(flops):
             return flash_s(scenario, kernels.attention, flops)
     return pass_s(scenario, operation.moved_bytes)
@@ -102,7 +112,7 @@ def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     What multiplies faster is filled as slowly: the sizes are lengthened as bf16's are, and by as much more as the
     peak is higher, along the sum.
     """
-    if (fmt := scenario.precision.matmul_format) is None:
+    if (fmt := scenario.precision.matmul_format) is None or scenario.is_on_host:  # a CPU multiplies what it casts back
         return matmul_s(scenario, m, n, k)
     constants, gpu = scenario.engine.constants, scenario.cluster.gpu
     if not (peak := gpu.peak_of(fmt)):
@@ -127,10 +137,16 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    tape = block_tape(scenario.model)
+    tape = _tape(scenario)
     sizes = _matmul_sizes(scenario, layout)
-    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k, _ in sizes]
-    frozen_s = sum([frozen / n * each_s for each_s, (*_, n, _, frozen) in zip(matmuls_s, sizes, strict=True) if frozen])
+    # Other programs' routers are small, and count like the matmuls beside them.
+    in_format = not scenario.engine.features.casts_itself
+    matmuls_s = [
+        each.times * (linear_s if each.casts or in_format else matmul_s)(scenario, *each.sizes) for each in sizes
+    ]
+    frozen_s = sum([
+        each.frozen / each.outputs * each_s for each_s, each in zip(matmuls_s, sizes, strict=True) if each.frozen
+    ])  # fmt: skip
     traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
@@ -139,6 +155,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
     permuting_s += pass_s(scenario, _base_traffic_bytes(scenario, layout, kernels))  # as much in backward
+    permuting_s += pass_s(scenario, _weight_cast_bytes(scenario, layout))  # as much in backward
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
@@ -162,38 +179,57 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     )
 
 
-def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float, float]]:
-    """Times, rows, outputs, inputs and frozen outputs of each matmul of a block on one rank; fused ones are one.
+class _Matmul(NamedTuple):
+    """A matmul of a block on one rank."""
+
+    times: float
+    rows: float
+    outputs: float
+    inputs: float
+    frozen: float
+    """Outputs whose weights are frozen."""
+    casts: bool
+    """Whether it computes in `Precision.matmuls`."""
+
+    @property
+    def sizes(self) -> tuple[float, float, float]:
+        """Arguments of `matmul_s`."""
+        return self.rows, self.outputs, self.inputs
+
+
+def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
+    """Each matmul of a block on one rank; fused ones are one.
 
     An adapter's two are not fused with others. Matmuls of experts count more often where they are slower than others.
     Each expert multiplies the rows that it is sent: T·k/E of each rank's tokens, and `experts.imbalance` times as many
     on the fullest of ep's ranks.
     """
-    sizes: list[tuple[float, float, float, float, float]] = []
+    sizes: list[_Matmul] = []
     base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in block_tape(scenario.model):
+    for entry in _tape(scenario):
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
             outputs, inputs = _own_part(made, layout), _own_part(read, layout)
             frozen = 0.0 if entry.weights else outputs
             if entry.fuses and fuses:
-                *_, before, _, frozen_before = sizes[base]
-                sizes[base] = (1, tokens, before + outputs, inputs, frozen_before + frozen)
+                before = sizes[base]
+                sizes[base] = before._replace(outputs=before.outputs + outputs, frozen=before.frozen + frozen)
                 continue
-            base = len(sizes) if entry.casts else base
-            if read.spread == made.spread == "stream":  # each rank multiplies what it has of the stream
-                sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs, frozen))
-            else:
-                sizes.append((1, tokens, outputs, inputs, frozen))
+            base = len(sizes) if entry.in_branch else base
+            # Each rank multiplies what it has of the stream.
+            is_of_stream = read.spread == made.spread == "stream"
+            rows = tokens / _ranks(layout)["stream"] if is_of_stream else tokens
+            sizes.append(_Matmul(1, rows, outputs, inputs, frozen, entry.casts))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token
             rows *= fullest_share(scenario, layout)
             for made in entry.makes:
                 outputs = made.width / k
-                sizes.append((times, rows, outputs, entry.reads[0].width / k, 0.0 if entry.weights else outputs))
+                frozen = 0.0 if entry.weights else outputs
+                sizes.append(_Matmul(times, rows, outputs, entry.reads[0].width / k, frozen, entry.casts))
     return sizes
 
 
@@ -207,9 +243,14 @@ def _ranks(layout: Layout) -> dict[str, int]:
     return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp, "whole": 1}
 
 
+def _tape(scenario: Scenario, fullest: float = 1.0) -> tuple[TapeEntry, ...]:
+    """Steps of a block on one rank; `fullest` as in `TapeOptions`."""
+    return block_tape(scenario.model, PLAIN._replace(fullest=fullest, alignment=matmul_alignment(scenario)))
+
+
 def _tape_of_fullest(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
     """Steps of a block on the fullest of ep's ranks."""
-    return block_tape(scenario.model, PLAIN._replace(fullest=fullest_share(scenario, layout)))
+    return _tape(scenario, fullest_share(scenario, layout))
 
 
 def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -244,7 +285,7 @@ def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
 
     Cast are the input of each layer, once where several read the same, and the gradient of its output.
 
-    Weights are cast once a step and left out; a router stays as it is.
+    Weights are apart (`_weight_cast_bytes`); a router stays as it is.
     """
     if (fmt := scenario.precision.matmul_format) is None:
         return 0.0
@@ -255,6 +296,16 @@ def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
             elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
             cast.update(each.name for each in new)
     return fmt.cast_bytes * elements
+
+
+def _weight_cast_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Bytes moved by casts of a block's weights in each forward and each backward: our trainer casts them every time,
+    in one of both orders. Other programs do so once a step, which is left out."""
+    fmt = scenario.precision.matmul_format
+    if fmt is None or not scenario.engine.features.casts_itself:
+        return 0.0
+    sizes = [(entry.reads[0], entry.makes[0]) for entry in _tape(scenario) if entry.casts]
+    return fmt.cast_bytes / 2 * sum([_own_part(read, layout) * _own_part(made, layout) for read, made in sizes])
 
 
 def _base_traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -404,7 +455,7 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     gathered_size = size
-    if (fmt := scenario.precision.matmul_format) and layout.shards_sequence:  # what is gathered is cast before
+    if (fmt := scenario.precision.matmul_format) and sends_cast(scenario, layout):
         gathered_size = size * fmt.sent_bytes / activation_size(scenario)
     half_s, gather_s = (half_all_reduce_s(each, layout.tp, link) for each in (size, gathered_size))
     num_branches = describe(scenario.model).num_branches
@@ -412,8 +463,26 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     num_reduced = features.input_reductions * num_branches / 2
     forward_s, backward_s = num_branches * (half_s + gather_s), num_reduced * half_s
     backward_s += num_gathered * gather_s if layout.shards_sequence else num_reduced * half_s
+    forward_maxima_s, backward_maxima_s = _maxima_s(scenario, layout)
+    forward_s, backward_s = forward_s + forward_maxima_s, backward_s + backward_maxima_s
     forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, gathered_size)
     return (forward_s - forward_hidden_s) * exposed, (backward_s - backward_hidden_s) * exposed
+
+
+def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
+    """Seconds in which tp's ranks find scales that tensors have in common, forward and backward (plans/scale.py).
+
+    An all-reduce of two numbers before each matmul, and of one before the gradients of those that tp splits by outputs
+    and before what is gathered in fp8.
+    """
+    fmt = scenario.precision.matmul_format
+    if fmt is None or not fmt.scales_tensors or not scenario.engine.features.casts_itself:
+        return 0.0, 0.0
+    each_s = 2 * half_all_reduce_s(_MAXIMUM_BYTES, layout.tp, tp_link(scenario, layout))
+    casting = [entry for entry in _tape(scenario) if entry.casts]
+    num_split = sum(entry.makes[0].spread == "branch" for entry in casting)
+    num_gathered = describe(scenario.model).num_branches * sends_cast(scenario, layout)  # in either direction
+    return (len(casting) + num_gathered) * each_s, (num_split + num_gathered) * each_s
 
 
 def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size: float) -> tuple[float, float]:
@@ -434,8 +503,8 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
         return whole_s - max(0.0, last_matmul_or_message_s - beside_s - after_s)
 
     forward_s = backward_s = opening_s = 0.0
-    for entry in block_tape(scenario.model):
-        if entry.kind != "matmul" or not entry.casts:
+    for entry in _tape(scenario):
+        if not entry.in_branch:
             continue
         sent_beside_s = linear_s(scenario, tokens, _own_part(entry.makes[0], layout), _own_part(entry.reads[0], layout))
         if entry.makes[0].spread == "branch":

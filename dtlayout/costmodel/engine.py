@@ -123,6 +123,12 @@ class Features:
     """Whether a linear layer that multiplies in such a format keeps its input for backward as it was cast. Transformer
     Engine's layers do, unless told `save_original_input`. torchao's keep the original (`input_hp` in float8_linear.py),
     and cast it again in backward."""
+    gathers_cast: tuple[Literal["activations", "weights"], ...] = ("activations", "weights")
+    """Tensors that are cast to such a format before they are gathered, and so travel in its bytes: activations by
+    sequence parallelism, weights by sharded data parallelism."""
+    casts_itself: bool = False
+    """Whether such linear layers are those of ops/scaled.py, of which every tensor is known. Layers with a side that
+    `ALIGNMENT` does not divide stay in the compute format; other programs are predicted as if they took any."""
     untrained: tuple[str, ...] = ()
     """Keys of [model] that the program cannot train at other values than their defaults, although it is predicted with
     them. Only a check of a run refuses them."""

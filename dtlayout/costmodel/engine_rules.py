@@ -9,10 +9,11 @@ from dataclasses import replace
 from dtlayout.base.refusals import Refusal, describe, show_value
 from dtlayout.costmodel.engine import KNOWN_AXES, OWN_ENGINE, Engine
 from dtlayout.models.families import describe as describe_model
+from dtlayout.models.operations import Linear
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape, divisors
-from dtlayout.spec.precision import Precision
+from dtlayout.spec.precision import ALIGNMENT, Precision
 from dtlayout.spec.recompute import Recompute
 
 _OFF = Layout()
@@ -49,6 +50,7 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
         asked = replace(asked, ep=1)
     lacks = describe([
         *check_matmuls(engine, precision), *_check_untrained(engine, model), *check_base(precision, model, layout.tp),
+        *check_scaled(engine, precision, model, layout),
     ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
@@ -176,6 +178,38 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
             advice = f"use tp={' or '.join(map(str, legal))}" if legal else "use base=compute"
             broken.setdefault(name, Refusal("precision.base", what, advice))
     return [*broken.values()]
+
+
+def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout: Layout) -> list[Refusal]:
+    """Linear layers that our own trainer multiplies below the compute format are there, and kernels take their parts.
+
+    Beside such layers it has no experts, no base of few bits, and no matmul in pieces.
+    """
+    if engine.name != OWN_ENGINE or precision.matmuls not in engine.features.matmuls:
+        return []
+    asked, broken = f"precision.matmuls={precision.matmuls}", list[Refusal]()
+    if model.experts is not None:
+        broken.append(_only_predicted(f"{asked} beside experts", "use precision.matmuls=compute"))
+    if precision.base in BASE_FORMATS:
+        what = f"{asked} casts weights in the compute format, and precision.base={precision.base} has none"
+        broken.append(Refusal("precision.base", what, "use precision.base=compute or precision.matmuls=compute"))
+    if layout.overlaps_tp:
+        what = f"{asked} casts whole tensors, and layout.tp_overlap multiplies pieces"
+        broken.append(Refusal("tp_overlap", what, "use tp_overlap=false"))
+    scaled = [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
+    if not scaled:
+        what = f"{asked} needs linear layers with sizes that {ALIGNMENT} divides, and no block has one"
+        broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))
+    for linear in scaled:
+        side = "outputs" if linear.style == "colwise" else "inputs"
+        size: int = getattr(linear, side)
+        if size % (ALIGNMENT * layout.tp) == 0:
+            continue
+        legal = [n for n in divisors(layout.tp) if size % (ALIGNMENT * n) == 0]
+        what = f"{asked}: {ALIGNMENT} does not divide the part of {linear.module} on {layout.tp} ranks of tp, which "
+        what += f"has {size} {side}"
+        broken.append(Refusal("precision.matmuls", what, f"use tp={' or '.join(map(str, legal))}"))
+    return broken
 
 
 def check_copies_of_experts(engine: Engine, ep: int, dp_replicate: int, copy_size: int) -> list[Refusal]:

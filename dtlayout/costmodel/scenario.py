@@ -7,18 +7,25 @@ from typing import Any, NamedTuple
 from dtlayout.base.refusals import Refusal, describe
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS
-from dtlayout.costmodel.engine_rules import check_base, check_matmuls, find_layout_lacks, find_model_lacks
+from dtlayout.costmodel.engine_rules import (
+    check_base,
+    check_matmuls,
+    check_scaled,
+    find_layout_lacks,
+    find_model_lacks,
+)
 from dtlayout.pipelining.partition import StageSlice, to_slices
+from dtlayout.plans.plan import gathers_cast
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
-from dtlayout.spec.device import Device, check_format, device_of
+from dtlayout.spec.device import Device, check_compute_format, device_of
 from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import AdamW, Optimizer
-from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
+from dtlayout.spec.precision import ALIGNMENT, BYTES, MATMUL_FORMATS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,7 @@ def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
     problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
     problems += find_update_problems(scenario, layout)
     problems += describe(check_base(scenario.precision, scenario.model, layout.tp))
+    problems += describe(check_scaled(scenario.engine, scenario.precision, scenario.model, layout))
     return problems + find_layout_lacks(scenario.engine, layout, scenario.model)
 
 
@@ -132,13 +140,13 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
     gpu, precision = scenario.cluster.gpu, scenario.precision
     fmt = precision.matmul_format
     broken = check_matmuls(scenario.engine, precision)
-    if fmt and not gpu.peak_of(fmt):
+    if fmt and not gpu.peak_of(fmt) and not scenario.is_on_host:
         known = scenario.engine.features.matmuls
         able = [name for name, each in MATMUL_FORMATS.items() if gpu.peak_of(each) and name in known]
         what = f"precision.matmuls={fmt.name} is no format that {gpu.name} multiplies in"
         broken = [Refusal("matmuls", what, f"use precision.matmuls={' or '.join(('compute', *able))}")]
     if scenario.engine.name == OWN_ENGINE:  # of others there are published runs in what they call bf16
-        broken += check_format(precision.compute, scenario.device)
+        broken += check_compute_format(scenario.device, precision.compute)
     return describe(broken) + find_model_lacks(scenario.engine, scenario.model)
 
 
@@ -224,6 +232,19 @@ def weigh_base(scenario: Scenario) -> BaseSizes:
     if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
         return BaseSizes(0.0, 0.0)
     return BaseSizes(BYTES[scenario.precision.compute], base.lookup_bytes)
+
+
+def matmul_alignment(scenario: Scenario) -> int:
+    """Divisor of both sizes of a linear layer that the engine multiplies below the compute format."""
+    return ALIGNMENT if scenario.engine.features.casts_itself else 1
+
+
+def sends_cast(scenario: Scenario, layout: Layout) -> bool:
+    """Whether sequence parallelism gathers what matmuls read as it is cast for them, below the compute format."""
+    features = scenario.engine.features
+    if "activations" not in features.gathers_cast or not layout.shards_sequence or not scenario.precision.matmul_format:
+        return False
+    return not features.casts_itself or gathers_cast(scenario.model, scenario.precision)
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:

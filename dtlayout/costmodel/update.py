@@ -171,7 +171,9 @@ def _spared_bytes(scenario: Scenario, layout: Layout, frozen: float, spared: flo
 def _weight_size(scenario: Scenario) -> float:
     """Bytes of a block's weight while it is gathered; the embedding counts as one."""
     fmt = scenario.precision.matmul_format
-    return fmt.gathered_bytes if fmt else activation_size(scenario)
+    return (
+        fmt.gathered_bytes if fmt and "weights" in scenario.engine.features.gathers_cast else activation_size(scenario)
+    )
 
 
 def _send_once(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,7 +47,8 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if packet in _MATMULS:
         left, right = (args[i].shape for i in _MATMULS[packet])
         *batch, m, k = left
-        return Matmul(m, right[-1], k, *batch)
+        work = Matmul(m, right[-1], k, *batch)
+        return replace(work, is_scaled=True) if packet is aten._scaled_mm else work
     if packet in _ATTENTION:
         count, num_tensors = _ATTENTION[packet]
         given = bind(func, args, kwargs)
@@ -64,7 +66,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
-    aten._grouped_mm: (0, 1), torch.ops.dtlayout.grouped_mm: (0, 1),
+    aten._scaled_mm: (0, 1), aten._grouped_mm: (0, 1), torch.ops.dtlayout.grouped_mm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
 """Operator → indices of the two arguments that are multiplied. The rows of all experts count as if they shared one

@@ -12,6 +12,8 @@ class Matmul:
     n: int
     k: int
     batch: int = 1
+    is_scaled: bool = False
+    """Whether it multiplies in `Precision.matmuls`, below the compute format."""
 
     @property
     def flops(self) -> int:

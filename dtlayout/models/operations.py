@@ -169,6 +169,16 @@ class Linear(BaseOperation):
     """Whether its weights are trained."""
 
     @property
+    def is_split(self) -> bool:
+        """True if tp splits it; not so a router, or a matmul into latent attention's narrow vectors."""
+        return self.style != "replicated"
+
+    def is_scaled(self, alignment: int) -> bool:
+        """True if it multiplies in `precision.matmuls`, where that is below the compute format, by kernels that take
+        sizes that `alignment` divides."""
+        return self.is_split and self.inputs % alignment == self.outputs % alignment == 0
+
+    @property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """The matrix, and a bias that is split like its rows."""
         return self.own_weights
@@ -195,8 +205,8 @@ class Linear(BaseOperation):
         elif self.style == "rowwise" and options.is_split:
             summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
             closing = (TapeEntry("sum", (made,), (summed,), continues=True),)
-        casts, saves = self.style != "replicated", self.saves_input and (self.trains or options.trains_all)
-        if options.is_own_mixture and not casts:
+        casts, saves = self.is_scaled(options.alignment), self.saves_input and (self.trains or options.trains_all)
+        if options.is_own_mixture and not self.is_split:
             saves = self.trains or options.trains_all
             # Beside a shared expert that gathered it, a router saves what is this rank's own.
             saved = saved._replace(
@@ -205,7 +215,7 @@ class Linear(BaseOperation):
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             name_trained(self.own_weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
-            puts_off=True, in_linear=True, is_local=self.is_local,
+            puts_off=True, in_linear=True, in_branch=self.is_split, is_local=self.is_local,
         )  # fmt: skip
         return (matmul, *closing)
 

@@ -60,7 +60,7 @@ class TapeEntry(NamedTuple):
     kept_as: Kept | None = None
     """Word of the recomputations that keep its results; None where every one computes them again."""
     casts: bool = False
-    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers do not."""
+    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers and adapters do not."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it."""
     saves_again: tuple[BlockTensor, ...] = ()
@@ -75,6 +75,8 @@ class TapeEntry(NamedTuple):
     the gradient of its result stay until then."""
     ends_first: bool = False
     """Whether the gradient of its result and what it saved go before the gradients of its weights come, not after."""
+    in_branch: bool = False
+    """Whether it is a linear layer that opens or closes a branch: no router, and no matmul of an adapter or expert."""
     in_linear: bool = False
     """Whether it belongs to a linear layer: forward holds its result as long as that of a matmul."""
     is_local: bool = False
@@ -112,6 +114,8 @@ class TapeOptions(NamedTuple):
     """Whether entries save as if all weights were trained: forward holds what it reads, even if backward needs none."""
     ends_gradients: bool = False
     """Whether the block's input needs no gradient: nothing before it is trained."""
+    alignment: int = 1
+    """Divisor of both sizes of a linear layer that multiplies below the compute format."""
 
 
 PLAIN = TapeOptions()

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_impls import register_op_impl
 from torch.autograd import Function
 
+from dtlayout.ops.linear import Delay
+
 
 class GroupedMatmul(NamedTuple):
     """A kernel of the experts' matmuls, which autograd does not look into."""
@@ -32,17 +34,13 @@ class GroupedMatmul(NamedTuple):
     expert has no rows."""
 
 
-MakeGradient = Callable[[], Tensor]
-"""A function that computes the gradient of stacked weights, [E, N, D]."""
-
-
 def multiply_groups(
     x: Tensor,
     weight: Tensor,
     ends: Tensor,
     kernel: GroupedMatmul,
     scores: Tensor | None = None,
-    delay: Callable[[MakeGradient], Tensor | None] = lambda make: make(),
+    delay: Delay = lambda make: make(),
 ) -> Tensor:
     """Each row of x [R, D] times its expert's matrix of weight [E, N, D], transposed → [R, N].
 
@@ -83,7 +81,7 @@ class _MultiplyGroups(Function):
         ends: Tensor,
         scores: Tensor | None,
         kernel: GroupedMatmul,
-        delay: Callable[[MakeGradient], Tensor | None],
+        delay: Delay,
     ) -> Tensor:
         of_x, of_weight, _, of_scores, *_ = ctx.needs_input_grad
         ctx.kernel, ctx.delay = kernel, delay

@@ -15,6 +15,10 @@ Project = Callable[..., tuple[Tensor, ...]]
 """(a tensor, some `nn.Linear`) → the output of each linear layer."""
 Multiply = Callable[[Tensor], Tensor]
 """x [..., in] → x·wᵀ + b [..., out]."""
+MakeGradient = Callable[[], Tensor]
+"""A function that computes the gradient of a weight."""
+Delay = Callable[[MakeGradient], Tensor | None]
+"""How a weight's gradient is made → that gradient, or None where it comes later."""
 
 
 def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -27,7 +31,8 @@ class SplittableLinear(nn.Linear):
     computes around it."""
 
     multiply: Callable[..., Tensor] = staticmethod(F.linear)
-    """`F.linear`, or a function that computes the same."""
+    """`F.linear`, or a function with its arguments. Any other for a trained weight takes a `delay` after them, as
+    ops/scaled.py does."""
     adapt: Callable[[Any, Multiply, Tensor], Tensor] | None = None
     """(this layer, its matmul, x) → the layer's output with its adapter (ops/adapters.py); None without one."""
 

@@ -20,8 +20,8 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from dtlayout.ops.grouped import GroupedMatmul, MakeGradient, StackedLinear, multiply_groups
-from dtlayout.ops.linear import SplittableLinear
+from dtlayout.ops.grouped import GroupedMatmul, StackedLinear, multiply_groups
+from dtlayout.ops.linear import Delay, SplittableLinear
 
 
 class DelayedWeightGradient(NamedTuple):
@@ -46,7 +46,8 @@ class StageWeights:
             if type(module) is nn.Linear:
                 module.__class__ = SplittableLinear
             if isinstance(module, SplittableLinear) and module.weight.requires_grad:  # a frozen one puts nothing off
-                module.multiply = self._multiply
+                is_plain = module.multiply is F.linear
+                module.multiply = self._multiply if is_plain else partial(self._multiply_by, module.multiply)
             if isinstance(module, StackedLinear):
                 module.multiply = self._multiply_groups
 
@@ -75,17 +76,25 @@ class StageWeights:
         output: Tensor = _Linear.apply(self, edges, x, *parameters)
         return output
 
+    def _multiply_by(
+        self, multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """By a function that hands on how the weight's gradient is made; that of the bias is made at once."""
+        if not torch.is_grad_enabled():
+            return multiply(x, weight, bias)
+        return multiply(x, weight, bias, self._delay(weight))
+
+    def _delay(self, weight: Tensor) -> Delay:
+        """A function that puts off the gradient of this weight, or makes it."""
+        edges = [get_gradient_edge(weight)]
+        return lambda make: self.gradients(DelayedWeightGradient(edges, lambda: [make()]))[0]
+
     def _multiply_groups(
         self, x: Tensor, weight: Tensor, ends: Tensor, kernel: GroupedMatmul, scores: Tensor | None = None
     ) -> Tensor:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return multiply_groups(x, weight, ends, kernel, scores)
-        edges = [get_gradient_edge(weight)]
-
-        def delay(make: MakeGradient) -> Tensor | None:
-            return self.gradients(DelayedWeightGradient(edges, lambda: [make()]))[0]
-
-        return multiply_groups(x, weight, ends, kernel, scores, delay)
+        return multiply_groups(x, weight, ends, kernel, scores, self._delay(weight))
 
 
 @torch.no_grad()

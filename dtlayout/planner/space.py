@@ -42,6 +42,7 @@ from dtlayout.costmodel.engine_rules import (
     check_copies_of_experts,
     check_data_parallel,
     check_recompute,
+    check_scaled,
     check_zero,
     find_layout_lacks,
 )
@@ -309,4 +310,6 @@ class Space:
         scenario, had = self.scenario, self.without_granted(layout)
         legal = layout.is_legal(scenario.model, scenario.batch)
         lacks = find_layout_lacks(scenario.engine, had, scenario.model) if legal else []
-        return legal and not lacks and not check_base(scenario.precision, scenario.model, layout.tp)
+        broken = check_base(scenario.precision, scenario.model, layout.tp)
+        broken += check_scaled(scenario.engine, scenario.precision, scenario.model, had)
+        return legal and not lacks and not broken

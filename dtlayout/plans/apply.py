@@ -1,10 +1,11 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → EP → freeze → quantize → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come first,
-since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen after it. Blocks are
-recomputed and compiled with what context parallelism changes in them. Recomputation goes inside the FSDP unit, so that
-a unit gathers once for its backward, not once more for the recomputation. What a recomputed or compiled block hands
-autograd goes to the host. FSDP2's hooks stay outside of what is compiled.
+TP/SP → EP → freeze → quantize → scale → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come
+first, since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen after it, and
+what multiplies in fp8 sees how tp splits a weight. Blocks are recomputed and compiled with what context parallelism
+changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers once for its backward, not once more
+for the recomputation. What a recomputed or compiled block hands autograd goes to the host. FSDP2's hooks stay outside
+of what is compiled.
 """
 
 from collections import defaultdict
@@ -31,6 +32,7 @@ from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
 from dtlayout.plans.quantize import quantize_linears
+from dtlayout.plans.scale import scale_linears
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import list_kernels
@@ -62,6 +64,8 @@ def apply_plan(
     freeze(module, plan.frozen, getattr(torch, plan.precision.compute))
     if plan.quantized:
         quantize_linears(module, plan.quantized, plan.precision.base)
+    if plan.scaled:
+        scale_linears(module, plan.scaled, plan.precision.matmuls, mesh[TP])
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
@@ -168,7 +172,8 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
 
 
 _MATMULS = {
-    "aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default", "dtlayout.grouped_mm.default",
+    "aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default",
+    "dtlayout.grouped_mm.default",
 }  # fmt: skip
 _PIECES = {"aten.bmm.default"}
 _REDUCTIONS = {

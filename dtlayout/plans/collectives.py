@@ -6,10 +6,18 @@
 | `all_reduce` | all-reduce | |
 | `all_gather` | all-gather | reduce-scatter |
 | `reduce_scatter` | reduce-scatter | all-gather |
+| `all_gather_cast` | all-gather in fp8 | reduce-scatter |
+| `reduce_scatter_cast` | reduce-scatter | all-gather in fp8 |
 
 The first two are f and g of arXiv:1909.08053, sec. 3; the others theirs under sequence parallelism, g and ḡ of
 arXiv:2205.05198, sec. 4.2.2. They are torch's functional operators, which torch.compile traces and selective
 recomputation knows by name, waited for at once: a tensor that still waits dispatches each operator through Python.
+
+[Note: numbers that are cast twice]
+What was gathered in fp8 is given to matmuls in the compute format, and they cast it again. They find the same bits as
+if it had been gathered in the compute format. The largest number goes through fp8 unharmed, so the scale is the same.
+Others come back within 2^-9 of what fp8 holds, which is much nearer to it than to its neighbours. Whatever reads a
+gathered tensor beside such matmuls would see rounded numbers: `plan.gathers_cast` asks that nothing does.
 
 Legend: B batch, S sequence, t ranks, s = S / t, D model width.
 """
@@ -24,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from dtlayout.ops.scaled import E4M3, E5M2, cast, find_magnitude, find_scales
 
 _operators = torch.ops._c10d_functional
 
@@ -75,6 +85,16 @@ def reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
     return Moved.apply(x_BSD, group, _reduce_scatter, _all_gather)
 
 
+def all_gather_cast(x_BsD: Tensor, group: Group) -> Tensor:
+    """`all_gather` in e4m3, for matmuls in fp8 with one scale for a tensor, [Note: numbers that are cast twice]."""
+    return Moved.apply(x_BsD, group, partial(_all_gather_cast, fmt=E4M3), _reduce_scatter)
+
+
+def reduce_scatter_cast(x_BSD: Tensor, group: Group) -> Tensor:
+    """`reduce_scatter` for such matmuls: the gradient is gathered in e5m2."""
+    return Moved.apply(x_BSD, group, _reduce_scatter, partial(_all_gather_cast, fmt=E5M2))
+
+
 Move = Callable[[Tensor, Group], Tensor]
 """(this rank's tensor, group) → its tensor after a collective."""
 
@@ -105,10 +125,24 @@ def _all_gather(x_BsD: Tensor, group: Group) -> Tensor:
     return wait(begin_gather(x_BsD, group)).view(group.size, *x_BsD.shape).transpose(0, 1).flatten(1, 2)
 
 
+def _all_gather_cast(x_BsD: Tensor, group: Group, fmt: torch.dtype) -> Tensor:
+    """The whole sequence as `_all_gather` gives it, from a byte for each number."""
+    scale = find_scales(find_largest(find_magnitude(x_BsD), group), fmt)
+    bytes_BSD = _all_gather(cast(x_BsD, scale, fmt).values.view(torch.uint8), group)
+    return (
+        bytes_BSD.view(fmt).to(x_BsD.dtype).div_(scale.view(1))
+    )  # not a scalar, which would be rounded to that format
+
+
 def _reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
     """The order of ranks comes first: that is a copy, unless there is one sequence only."""
     by_rank = x_BSD.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return wait(begin_scatter(by_rank, group))
+
+
+def find_largest(x: Tensor, group: Group) -> Tensor:
+    """Elementwise the largest number of the ranks' tensors, on every rank; it has no gradient."""
+    return wait(_operators.all_reduce(x, "max", group.name))
 
 
 def begin_gather(x: Tensor, group: Group) -> Tensor:

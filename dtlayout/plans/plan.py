@@ -12,10 +12,12 @@ each microbatch:
 |---|---|---|
 | input | | all-reduce |
 | input-gather | all-gather | reduce-scatter |
+| input-gather-cast | all-gather in fp8, and its scale | reduce-scatter |
 | input-overlap | as input-gather, in pieces beside the matmuls below | |
 | colwise below an input | | |
 | rowwise, embedding | all-reduce | |
 | rowwise-scatter, embedding-scatter | reduce-scatter | all-gather |
+| rowwise-scatter-cast | reduce-scatter | all-gather in fp8, and its scale |
 | rowwise-overlap | as rowwise-scatter, in pieces beside the matmul | |
 | sequence | | (weight gradients: an all-reduce when gradients are synchronised) |
 | head | two all-reduces, of one and of two numbers a token | all-reduce |
@@ -38,13 +40,13 @@ from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.precision import Precision
+from dtlayout.spec.precision import ALIGNMENT, Precision
 from dtlayout.spec.recompute import Recompute
 
 TensorStyle = Literal[
-    "colwise", "rowwise", "rowwise-scatter", "rowwise-overlap", "embedding", "embedding-scatter", "input",
-    "input-gather", "input-overlap", "sequence", "head", "head-gather", "head-norm", "replicated", "rowwise-term",
-    "scale", "scale-split",
+    "colwise", "rowwise", "rowwise-scatter", "rowwise-scatter-cast", "rowwise-overlap", "embedding",
+    "embedding-scatter", "input", "input-gather", "input-gather-cast", "input-overlap", "sequence", "head",
+    "head-gather", "head-norm", "replicated", "rowwise-term", "scale", "scale-split",
 ]  # fmt: skip
 
 
@@ -82,6 +84,8 @@ class Plan(Offload):
     """Patterns of the parameters that are not trained: they have no gradient, no reduction and no optimizer state."""
     quantized: tuple[str, ...] = ()
     """Patterns of the linear layers whose frozen weights are stored as `precision.base` says."""
+    scaled: tuple[str, ...] = ()
+    """Patterns of the linear layers that multiply in `precision.matmuls`, below the compute format."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -95,6 +99,7 @@ class Plan(Offload):
         rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
         rows += [(pattern, "frozen") for pattern in self.frozen]
         rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
+        rows += [(pattern, f"multiplies in {self.precision.matmuls}") for pattern in self.scaled]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -120,7 +125,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
     described = describe(model)
     experts = f"{BLOCKS}.{described.experts.module}" if described.experts and needs_expert_mesh(model, layout) else ""
     return Plan(
-        tensor=tensor_styles(model, layout),
+        tensor=tensor_styles(model, layout, casts=gathers_cast(model, precision)),
         context=context_styles(layout),
         attention=kernels.attention,
         blocks=BLOCKS,
@@ -132,6 +137,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         compile=kernels.compile,
         frozen=find_frozen(model),
         quantized=find_quantized(model) if precision.base != "compute" else (),
+        scaled=find_scaled(model) if precision.matmul_format else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -160,13 +166,30 @@ def find_quantized(model: ModelShape) -> tuple[str, ...]:
     return tuple(f"{where}.{each.name.removesuffix('.weight')}" for where, each in found if each.can_be_quantized)
 
 
-def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
-    """Pattern → style of each module that tp changes; empty at tp = 1."""
+def find_scaled(model: ModelShape) -> tuple[str, ...]:
+    """Patterns of the linear layers that can multiply in `precision.matmuls`."""
+    found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
+    return tuple(f"{where}.{each.module}" for where, each in found if each.is_scaled(ALIGNMENT))
+
+
+def gathers_cast(model: ModelShape, precision: Precision) -> bool:
+    """Whether sequence parallelism gathers in fp8: with one scale for a tensor, and where only such matmuls read it."""
+    fmt = precision.matmul_format
+    if fmt is None or not fmt.scales_tensors or model.adapter is not None:
+        return False
+    linears = [each for _, block in _list_blocks(model) for each in block if isinstance(each, Linear)]
+    return all(each.is_scaled(ALIGNMENT) for each in linears)
+
+
+def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> dict[str, TensorStyle]:
+    """Pattern → style of each module that tp changes; empty at tp = 1. With `casts` branches are gathered in fp8."""
     if layout.tp == 1:
         return {}
     scatter = layout.shards_sequence
     opening: TensorStyle = "input-overlap" if layout.overlaps_tp else "input-gather" if scatter else "input"
     closing: TensorStyle = "rowwise-overlap" if layout.overlaps_tp else "rowwise-scatter" if scatter else "rowwise"
+    if casts and scatter and not layout.overlaps_tp:
+        opening, closing = "input-gather-cast", "rowwise-scatter-cast"
     styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
     for blocks, operations in _list_blocks(model):
         for operation in operations:

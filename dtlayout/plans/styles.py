@@ -26,7 +26,16 @@ from dtlayout.ops.adapters import ScaleVector
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
-from dtlayout.plans.collectives import Group, Move, all_gather, all_reduce, reduce_scatter, replicate
+from dtlayout.plans.collectives import (
+    Group,
+    Move,
+    all_gather,
+    all_gather_cast,
+    all_reduce,
+    reduce_scatter,
+    reduce_scatter_cast,
+    replicate,
+)
 from dtlayout.plans.overlap import multiply_while_scattering, projecting
 from dtlayout.plans.plan import TensorStyle
 
@@ -295,11 +304,13 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "colwise": Colwise,
     "rowwise": lambda: Rowwise(all_reduce),
     "rowwise-scatter": lambda: Rowwise(reduce_scatter),
+    "rowwise-scatter-cast": lambda: Rowwise(reduce_scatter_cast),
     "rowwise-overlap": OverlappedRowwise,
     "embedding": lambda: VocabParallelEmbedding(all_reduce),
     "embedding-scatter": lambda: VocabParallelEmbedding(reduce_scatter),
     "input": lambda: GatherInput(replicate),
     "input-gather": lambda: GatherInput(all_gather),
+    "input-gather-cast": lambda: GatherInput(all_gather_cast),
     "input-overlap": OverlappedGatherInput,
     "sequence": SequenceNorm,
     "head": lambda: VocabParallelHead(replicate),

@@ -7,10 +7,13 @@ from typing import Literal
 from dtlayout.base.cgroups import find_memory_limit
 from dtlayout.base.refusals import Refusal
 from dtlayout.spec.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
+from dtlayout.spec.precision import Precision
 
 DeviceType = Literal["cpu", "cuda"]
 _FIRST_WITH_BF16 = 8
 """First number of the compute capability from which on GPUs multiply bf16."""
+_FIRST_FP8 = (8, 9)
+"""First compute capability of GPUs that multiply in fp8."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,29 @@ def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> D
     return Device("cuda", name, gpu.peak_flops_per_s if gpu else None, capability, gpu)
 
 
-def check_format(compute: str, device: Device) -> list[Refusal]:
+def check_formats(device: Device, precision: Precision) -> list[Refusal]:
+    """Refusals of formats that a device is known not to multiply; a CPU computes what its kernels cast back."""
+    return [*check_compute_format(device, precision.compute), *_check_matmul_format(device, precision)]
+
+
+def check_compute_format(device: Device, compute: str) -> list[Refusal]:
     """A refusal of a compute format that the device is known not to multiply; empty if there is none."""
     if compute != "bfloat16" or not device.capability or not 0 < device.capability[0] < _FIRST_WITH_BF16:
         return []
     had = ".".join(map(str, device.capability))
     what = f"precision.compute=bfloat16 is nothing that {device.name}, of compute capability {had}, multiplies in"
     return [Refusal("compute", what, "use precision.compute=float16, whose loss is scaled")]
+
+
+def _check_matmul_format(device: Device, precision: Precision) -> list[Refusal]:
+    fmt = precision.matmul_format
+    if fmt is None or device.type != "cuda":
+        return []
+    is_able = not device.capability or device.capability >= _FIRST_FP8
+    if bool(device.gpu.peak_of(fmt)) if device.gpu else is_able:
+        return []
+    what = f"precision.matmuls={fmt.name} is no format that {device.name} multiplies in"
+    return [Refusal("precision.matmuls", what, "use precision.matmuls=compute")]
 
 
 def find_host_bytes() -> int:

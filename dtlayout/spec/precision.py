@@ -9,6 +9,8 @@ from dtlayout.base.validators import Ranged
 BaseName = Literal["compute", "nf4", "int8"]
 """Names of [precision] base: that of compute, and those of `BASE_FORMATS`."""
 Format = Literal["float64", "float32", "bfloat16", "float16"]
+ALIGNMENT = 16
+"""Divisor of the sizes of a matrix that multiplies below bf16, which kernels ask for."""
 BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -26,6 +28,8 @@ class MatmulFormat:
     """Units of the GPU that multiply in it."""
     scales_blocks: bool = False
     """Whether the units take a scale for each block of elements, as only units that also multiply fp4 do."""
+    scales_tensors: bool = False
+    """Whether a whole tensor has one scale, so that ranks with parts of it tell each other their largest numbers."""
     cast_bytes: float
     """Bytes read and written to cast an input of a matmul, or a gradient that two matmuls read: the scales are found,
     and rows and columns are both written in their order."""
@@ -41,7 +45,7 @@ MATMUL_FORMATS: dict[str, MatmulFormat] = {
     each.name: each
     for each in (
         # A scale for the whole tensor: one pass finds it, one casts and writes the rows' and the columns' order.
-        MatmulFormat(name="fp8-tensorwise", peak="fp8",
+        MatmulFormat(name="fp8-tensorwise", peak="fp8", scales_tensors=True,
                      cast_bytes=6.0, gathered_bytes=1.0, sent_bytes=1.0, held_bytes=1.0),
         # A scale for each row in either order: two such pairs of passes; what is gathered has no row yet.
         MatmulFormat(name="fp8-rowwise", peak="fp8",
@@ -69,8 +73,10 @@ class Precision(Ranged, section="precision"):
     reduce: Format = "float32"
     """Format of gradients while they are accumulated and summed over the data-parallel ranks."""
     matmuls: str = "compute"
-    """Format in which the linear layers of blocks multiply: that of compute, or fp8-tensorwise, fp8-rowwise, mxfp8 or
-    nvfp4, which can only be predicted."""
+    """Format in which the linear layers of blocks multiply: that of compute, or with compute = "bfloat16"
+    fp8-tensorwise or fp8-rowwise, as torchao's recipes of these names do; mxfp8 and nvfp4 can only be predicted. Layers
+    with a side that 16 does not divide stay in bfloat16. Not beside experts, `base` or tp_overlap; compile = "blocks"
+    makes it worth its casts."""
 
     base: BaseName = "compute"
     """Format in which the frozen weights of linear layers are stored, with [adapter]: that of compute, or nf4 or int8

@@ -24,6 +24,7 @@ from dtlayout.models.weights import find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
+from dtlayout.plans.plan import find_scaled
 from dtlayout.records.run import Performance, Run
 from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.device import Device
@@ -98,6 +99,9 @@ class Records(Observer):
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
             for line in lines + find_adapter_notes(expand(source)):
                 self.display.say(f"note: {line}")
+        if self.config.precision.matmul_format:
+            for line in self._describe_matmuls():
+                self.display.say(line)
         if self.layout.offload != "none" and self.device.type == "cpu":
             self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")
         self.display.say(self._prediction_line)
@@ -107,6 +111,14 @@ class Records(Observer):
                 lines += describe_held_out(held_out, self.config.validation.batches)
             for line in lines:
                 self.display.say(line)
+
+    def _describe_matmuls(self) -> list[str]:
+        """Lines on the linear layers that multiply below the compute format, and on the kernels that cast for them."""
+        scaled = [name.rpartition(".")[2] for name in dict.fromkeys(find_scaled(self.config.model))]
+        lines = [f"{', '.join(scaled)} of blocks multiply in {self.config.precision.matmuls}"]
+        if not self.chosen.kernels.compiles_blocks:
+            lines.append("note: fp8 is slower where blocks are not compiled: casts are kernels of their own then")
+        return lines
 
     def open(self, resolved: Config, done: int) -> None:
         """Open files and trackers, without anything after the `done` steps; `resolved` reproduces the run."""

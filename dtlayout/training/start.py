@@ -13,7 +13,7 @@ from dtlayout.config.sections import DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, check_held_out, open_samples
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
-from dtlayout.spec.device import Device, check_format, find_host_bytes
+from dtlayout.spec.device import Device, check_formats, find_host_bytes
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.training.devices import open_device, repeat_bits
@@ -57,7 +57,7 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
     device = open_device(config.train.device, config.cluster.known_gpu)
     chosen = config.choose_kernels(device, layout)
     kernels = chosen.kernels
-    refuse(check_format(config.precision.compute, device), InvalidLayout)
+    refuse(check_formats(device, config.precision), InvalidLayout)
     kernels.check(config.request_kernels(device, layout))
     known = replace(config, kernels=OpenKernels.of(kernels))
     refuse_hopeless(known, layout, device.gpu)

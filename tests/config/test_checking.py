@@ -6,11 +6,14 @@ import pytest
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.refusals import describe
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
 from dtlayout.costmodel import engine
 from dtlayout.spec.adapter import Adapter
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.device import Device, check_formats, device_of
 
 EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16}
 
@@ -30,9 +33,8 @@ def test_a_capability_of_the_trainer_is_a_row_of_its_engines_file(monkeypatch):
     rows = {
         "model.window=8 can be predicted, not trained; use window=0": config_with({"window": 8}),
         "model.gated_ffn=false can be predicted, not trained; use gated_ffn=true": config_with({"gated_ffn": False}),
-        "precision.matmuls=mxfp8 can be predicted, not trained; use precision.matmuls=compute": config_with(
-            {}, precision={"matmuls": "mxfp8"}
-        ),
+        "precision.matmuls=mxfp8 can be predicted, not trained; use precision.matmuls=compute or fp8-tensorwise or "
+        "fp8-rowwise": config_with({}, precision={"matmuls": "mxfp8"}),
         "model.experts.bias=true can be predicted, not trained; use experts.bias=false": config_with(
             {"experts": EXPERTS | {"bias": True}}
         ),
@@ -71,6 +73,48 @@ def test_an_adapter_and_a_quantized_base_are_refused_where_they_cannot_be():
         with pytest.raises(InvalidLayout) as caught:
             check_layout(config, config.layout.smallest_world_size)
         assert caught.value.problems == [problem]
+
+
+def test_fp8_is_refused_where_it_cannot_be():
+    fp8, lora = {"matmuls": "fp8-rowwise"}, {"rank": 4}
+    narrow = {"hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 40}
+    rows = {
+        "precision.matmuls=fp8-rowwise beside experts can be predicted, not trained; use precision.matmuls=compute":
+            config_with({"experts": EXPERTS}, precision=fp8),
+        "precision.matmuls=fp8-rowwise casts weights in the compute format, and precision.base=nf4 has none; use "
+        "precision.base=compute or precision.matmuls=compute":
+            config_with({}, adapter=lora, precision=fp8 | {"base": "nf4"}),
+        "precision.matmuls=fp8-rowwise casts whole tensors, and layout.tp_overlap multiplies pieces; use "
+        "tp_overlap=false": config_with({}, precision=fp8, layout={"tp": 2, "tp_overlap": True}),
+        "precision.matmuls=fp8-rowwise needs linear layers with sizes that 16 divides, and no block has one; use "
+        "precision.matmuls=compute": config_with(narrow, precision=fp8),
+        "precision.matmuls=fp8-rowwise: 16 does not divide the part of mlp.down_proj on 4 ranks of tp, which has 96 "
+        "inputs; use tp=1 or 2": config_with(
+            {"ffn_size": 96, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4}, precision=fp8, layout={"tp": 4}
+        ),
+    }  # fmt: skip
+    for problem, config in rows.items():
+        with pytest.raises(InvalidLayout) as caught:
+            check_layout(config, config.layout.smallest_world_size)
+        assert problem in caught.value.problems
+    beside = config_with({}, adapter=lora, precision=fp8, layout={"tp": 2})
+    assert check_layout(beside, 2).tp == 2
+
+
+def test_a_gpu_without_fp8_is_refused_by_its_numbers_or_its_capability():
+    config = config_with({}, precision={"matmuls": "fp8-tensorwise"}, train={"device": "cuda", "steps": 3})
+    known = {name: device_of(find_gpu(name)) for name in ("a100-80g-sxm", "h100-80g-sxm")}
+    unknown = [Device("cuda", "some GPU", capability=each) for each in ((8, 0), (8, 9), ())]
+    for device, is_able in zip((*known.values(), *unknown), (False, True, False, True, True), strict=True):
+        problems = [] if is_able else [
+            f"precision.matmuls=fp8-tensorwise is no format that {device.name} multiplies in; "
+            "use precision.matmuls=compute"
+        ]  # fmt: skip
+        assert describe(check_formats(device, config.precision)) == problems
+        if not is_able:
+            with pytest.raises(InvalidLayout) as caught:
+                check_layout(config, 1, device)
+            assert problems[0] in caught.value.problems
 
 
 def test_an_adapter_is_a_section_of_its_own_and_comes_back_from_a_runs_config():

@@ -87,6 +87,39 @@ def test_what_sequence_parallelism_gathers_is_cast_before_and_what_is_summed_is_
     assert block_tp_s(in_format("fp8-tensorwise"), TP2) == block_tp_s(scenario(), TP2)
 
 
+WIDE = replace(scenario().model, hidden_size=1600, ffn_size=3200)
+"""With sizes that 16 divides, on two ranks of tp too."""
+
+
+def own(setting: Scenario) -> Scenario:
+    """The scenario with an engine that casts as our trainer does."""
+    features = replace(setting.engine.features, casts_itself=True, gathers_cast=("activations",))
+    return replace(setting, engine=replace(setting.engine, features=features))
+
+
+@pytest.mark.parametrize(("name", "cast_bytes"), [("fp8-tensorwise", 3), ("fp8-rowwise", 5)])
+def test_our_trainer_casts_weights_every_time_and_layers_that_16_divides(name, cast_bytes):
+    narrow = in_format(name)
+    assert block_time(own(narrow), Layout(), Kernels()) == block_time(scenario(), Layout(), Kernels())
+    wide = replace(narrow, model=WIDE)
+    others, ours = (block_time(each, Layout(), Kernels()) for each in (wide, own(wide)))
+    num_weights = 2 * 1600 * 1600 + 2 * 1600 * 800 + 3 * 1600 * 3200
+    for direction in ("forward_s", "backward_s"):
+        more_s = getattr(ours, direction) - getattr(others, direction)
+        assert more_s == pytest.approx(cast_bytes * num_weights / 1e12)
+
+
+def test_our_trainer_tells_tp_largest_numbers_for_one_scale_and_gathers_bf16_for_scales_of_rows():
+    each_s = 2 * (10 + 5) * US  # an all-reduce of next to nothing
+    tensorwise, rowwise = (replace(in_format(name), model=WIDE) for name in ("fp8-tensorwise", "fp8-rowwise"))
+    # Before seven matmuls, of which tp splits five by outputs; before two gathers in either direction.
+    more_s = [o - t for o, t in zip(*(block_tp_s(f, TP2_SP) for f in (own(tensorwise), tensorwise)), strict=True)]
+    assert more_s == pytest.approx([9 * each_s, 7 * each_s], rel=1e-3)
+    in_bf16 = replace(rowwise, precision=Precision())
+    assert block_tp_s(own(rowwise), TP2_SP) == block_tp_s(in_bf16, TP2_SP)
+    assert block_tp_s(own(rowwise), TP2) == block_tp_s(in_bf16, TP2)
+
+
 def test_a_program_may_keep_a_share_of_the_matmuls_it_is_to_keep():
     setting = scenario(features=Features(checkpointing="torch", kept_matmuls=0.25))
     layout = Layout(recompute="selective")

@@ -21,6 +21,8 @@ from tests.distributed.test_parity import AXES, FAMILY_LAYOUTS, SCHEDULED, TIED_
 COARSE = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
 FP32_SUMS = Precision(params="bfloat16", compute="bfloat16", reduce="float32")
 WIDE = replace(SHAPE, vocab_size=800)
+SCALED = replace(QWEN2, hidden_size=64, ffn_size=96)
+"""With sizes that 16 divides, on two ranks of tp too."""
 MATH, EAGER = Kernels(attention="sdpa-math"), Kernels(norm="eager")
 OTHER_CASES = {
     "exact dp4": Case(AXES["dp4"], precision=EXACT),
@@ -78,6 +80,14 @@ OTHER_CASES = {
     **{
         f"{layout}": Case(layout, precision=BF16, model=replace(SHAPE, num_layers=8), global_batch=16)
         for layout in SCHEDULED
+    },
+    **{
+        f"{matmuls} {name}": Case(layout, precision=replace(BF16, matmuls=matmuls), model=SCALED, seq_len=128)
+        for matmuls, name, layout in (
+            ("fp8-tensorwise", "dp2 tp2", Layout(dp_shard=2, tp=2, zero=2, recompute="full")),
+            ("fp8-rowwise", "split backwards", Layout(pp=2, dp_shard=2, schedule="zb-h1")),
+            ("fp8-tensorwise", "pp2 tp2 without sp", Layout(pp=2, tp=2, sequence_parallel=False)),
+        )
     },
     "qwen3, eager norms": Case(AXES["dp2 tp2"], precision=BF16, model=QWEN3, kernels=EAGER),
     **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from thorough import thorough
 
 from benchmarks.dryrun import SUBJECTS, Subject
 from dtlayout.costmodel.estimate import Estimator
@@ -64,19 +65,32 @@ ADAPTED = [
     (Layout(cp=2, cp_method="all-to-all", dp_shard=2, zero=3), IA3),
     (Layout(pp=2, tp=2, schedule="zb-h1", micro_batch=2, zero=3), Adapter(targets=("o_proj", "up_proj"))),
 ]
+SCALED = [
+    (Layout(pp=2, tp=2, schedule="zb-h1", zero=3), None, "fp8-tensorwise"),
+    (Layout(pp=2, dp_shard=2, zero=3, recompute="keep-matmuls"), None, "fp8-rowwise"),
+    thorough((Layout(dp_shard=2, tp=2, micro_batch=2, zero=2, recompute="full"), None, "fp8-tensorwise")),
+    thorough((Layout(dp_shard=2, tp=2, zero=3), LORA, "fp8-tensorwise")),
+]
 
 
-@pytest.mark.parametrize(("layout", "adapter"), [*((layout, None) for layout in STEPS), *ADAPTED], ids=str)
-def test_each_action_of_a_step_holds_what_the_formula_says(layout: Layout, adapter: Adapter | None) -> None:
+@pytest.mark.parametrize(
+    ("layout", "adapter", "matmuls"),
+    [*((layout, None, "compute") for layout in STEPS), *((*each, "compute") for each in ADAPTED), *SCALED],
+    ids=str,
+)
+def test_each_action_of_a_step_holds_what_the_formula_says(
+    layout: Layout, adapter: Adapter | None, matmuls: str
+) -> None:
     """Forwards too, whose peaks are those of a step in few layouts."""
     short = ("num_layers", max(4, layout.num_stages)), ("vocab_size", 32_000), ("adapter", adapter)
     subject = Subject("llama3.1-8b", "h100-80g-sxm", 4096, 6 * layout.micro_batch * layout.dp, layout, short)
-    scenario = own_scenario(subject.config, layout.world_size, find_gpu(subject.gpu))
+    config = replace(subject.config, precision=replace(subject.config.precision, matmuls=matmuls))
+    scenario = own_scenario(config, layout.world_size, find_gpu(subject.gpu))
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
     stages, memory = estimator.stages(layout), estimator.memory(layout, Kernels())
     firsts = [rank * layout.world_size // layout.pp for rank in range(layout.pp)]
     options = {"device_type": "cuda", "gpus_per_node": 8, "folds": False}
-    for report in dry_run_ranks(subject.config, layout, Kernels(), firsts, **options):
+    for report in dry_run_ranks(config, layout, Kernels(), firsts, **options):
         rank = report.coordinate["pp"]
         predicted = {str(a): fullest for a, fullest, _ in estimate_curve(scenario, layout, Kernels(), stages, rank, m)}
         held = {part.action: part.nbytes for part in report.curve if part.action in predicted}

@@ -34,6 +34,7 @@ MIXTURE = replace(
     SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1, imbalance=1.5)
 )
 LORA, IA3 = Adapter(rank=8), Adapter(method="ia3")
+TENSORWISE, ROWWISE = (replace(BF16, matmuls=name) for name in ("fp8-tensorwise", "fp8-rowwise"))
 WIDE = replace(SHAPE, hidden_size=128, ffn_size=256, adapter=LORA)
 CASES = [
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
@@ -65,6 +66,8 @@ CASES = [
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
     Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
     Case(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), precision=BF16, optimizer=Muon()),
+    Case(Layout(pp=2, tp=2, micro_batch=2), precision=TENSORWISE, model=replace(WIDE, adapter=None)),
+    Case(Layout(dp_shard=4, recompute="selective"), precision=ROWWISE, model=replace(WIDE, adapter=None)),
 ]
 CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]
 

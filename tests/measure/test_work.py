@@ -26,6 +26,7 @@ class Listing(TorchDispatchMode):
 
 
 X, Y = torch.zeros(8, 4), torch.zeros(8, 4)  # 128 bytes each
+CAST, ONE = X.to(torch.float8_e4m3fn), torch.ones(())
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ X, Y = torch.zeros(8, 4), torch.zeros(8, 4)  # 128 bytes each
     [
         (lambda: X @ torch.ones(4, 3), Matmul(8, 3, 4)),
         (lambda: torch.addmm(torch.ones(3), X, torch.ones(4, 3)), Matmul(8, 3, 4)),
+        (lambda: torch._scaled_mm(CAST, CAST.t(), ONE, ONE), Matmul(8, 8, 4, is_scaled=True)),
         (lambda: torch.bmm(torch.ones(2, 8, 4), torch.ones(2, 4, 3)), Matmul(8, 3, 4, batch=2)),
         (lambda: torch.mm(X, torch.ones(4, 3), out=torch.empty(8, 3)), Matmul(8, 3, 4)),
         (lambda: torch.ones(8, 3).addmm_(X, torch.ones(4, 3)), Matmul(8, 3, 4)),

@@ -151,8 +151,14 @@ def test_matmuls_below_bf16_are_predicted_of_others_where_the_gpu_has_them():
         "use precision.matmuls=compute or fp8-tensorwise"
     ]
     own = replace(scenario("dtlayout", "h100-80g-sxm"), precision=fp8.precision)
-    (problem,) = find_refusals(own, layout, Kernels())
-    assert problem == "precision.matmuls=fp8-tensorwise can be predicted, not trained; use precision.matmuls=compute"
+    assert not find_refusals(own, layout, Kernels())
+    (problem,) = find_refusals(own, Layout(tp=4, tp_overlap=True), Kernels())
+    assert problem == (
+        "precision.matmuls=fp8-tensorwise casts whole tensors, and layout.tp_overlap multiplies pieces; "
+        "use tp_overlap=false"
+    )
+    overlapped = [each.layout.tp_overlap for each in Search(Space(own)).run().ranked]
+    assert overlapped and not any(overlapped)
     faster = Search(Space(fp8)).run().ranked[0], Search(Space(here)).run().ranked[0]
     assert faster[0].step_time_s < faster[1].step_time_s
     assert faster[0].peak_bytes < faster[1].peak_bytes

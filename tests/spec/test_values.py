@@ -11,7 +11,7 @@ from dtlayout.base import errors
 from dtlayout.base.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import find_gpu
-from dtlayout.spec.device import Device, check_format, device_of
+from dtlayout.spec.device import Device, check_compute_format, device_of
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, LatentAttention, ModelShape, divisors
@@ -142,8 +142,8 @@ V100 = device_of(find_gpu("v100-32g-sxm"))
      (device_of(find_gpu("mi300x-192g")), "bfloat16"), (Device("cuda"), "bfloat16"), (Device("cpu"), "bfloat16")],
 )  # fmt: skip
 def test_only_bf16_on_a_gpu_that_is_known_to_lack_it_is_refused(device, compute):
-    assert check_format(compute, device) == []
-    (refusal,) = check_format("bfloat16", V100)
+    assert check_compute_format(device, compute) == []
+    (refusal,) = check_compute_format(V100, "bfloat16")
     assert refusal.what == (
         "precision.compute=bfloat16 is nothing that v100-32g-sxm, of compute capability 7.0, multiplies in"
     )

@@ -32,7 +32,7 @@ from dtlayout.ops.offload import copy_to_host
 from dtlayout.ops.quantized import QUANTIZERS
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
-from dtlayout.plans.plan import find_quantized, match_names
+from dtlayout.plans.plan import find_quantized, find_scaled, match_names
 from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
@@ -127,6 +127,8 @@ def run_reference(case: Case) -> Outcome:
     initialize([model], case.model, SEED, "cpu")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(find_weight(case.model, name).trains)
+    if case.precision.matmul_format:
+        _swap_linears(model, case)
     parameters = {name: torch.nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for name in _list_quantized(case, parameters):
@@ -150,6 +152,18 @@ def run_reference(case: Case) -> Outcome:
     return Outcome(loss.item(), norm.item(), _to_numpy(gradients), _to_numpy(parameters))
 
 
+def _swap_linears(model: Llama, case: Case) -> None:
+    """Let torchao compute the linear layers that multiply below the compute format."""
+    from torchao.float8 import Float8LinearConfig  # here, since it takes seconds
+    from torchao.float8.float8_linear import Float8Linear
+
+    recipe = Float8LinearConfig.from_recipe_name(case.precision.matmuls.removeprefix("fp8-"))
+    names = [name for name, _ in model.named_modules()]
+    for name in (name for pattern in find_scaled(case.model) for name in match_names(pattern, names)):
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, Float8Linear.from_float(model.get_submodule(name), recipe))
+
+
 def _list_quantized(case: Case, names: Iterable[str]) -> list[str]:
     """Names of the weights that the case stores in few bits."""
     if case.precision.base == "compute":
@@ -167,9 +181,11 @@ def _round_to(base: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _run_microbatches(
     model: Llama, case: Case, tokens: Tensor, documents: Documents | None, targets: Tensor
 ) -> Iterator[Tensor]:
-    """Forward and backward of the batch: at once, or where routers have losses in microbatches, by which they count."""
+    """Forward and backward of the batch: at once, or in microbatches, by which routers count and whose tensors have a
+    scale each."""
     experts, num_targets = case.model.experts, float((targets != IGNORED).sum()) / (case.loss_scale or 1.0)
     by_microbatch = experts is not None and (experts.balance_loss or experts.z_loss)
+    by_microbatch = by_microbatch or case.precision.matmul_format is not None
     for mixture in list_mixtures(model).values():
         mixture.counts.num_targets = num_targets
     size = case.layout.micro_batch if by_microbatch else len(tokens)

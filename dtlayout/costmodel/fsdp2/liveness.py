@@ -111,8 +111,9 @@ class BackwardWalk:
             steps = [(_A, entry.work), (_A, new - entry.work - used - goes), *arriving]
             goes = 0.0
         else:
-            beside = entry.weight_work if arriving else 0.0
-            steps = [(_A, entry.work), (_A, new - entry.work + beside), *arriving, (_A, -used - beside)]
+            beside, peak = (entry.weight_work, entry.weight_peak) if arriving else (0.0, 0.0)
+            steps = [(_A, entry.work), (_A, new - entry.work + peak), (_A, beside - peak)]
+            steps += [*arriving, (_A, -used - beside)]
         for name, size in entry.reads.items():
             steps += self._add(name, size, apart=entry.adds_apart)
         return [*steps, (_A, -goes)] if goes else steps
@@ -153,8 +154,9 @@ class BackwardWalk:
         saved = {name: size for entry in tape for name, size in entry.saves.items()}
         for entry in filter(_has_delayed, tape):
             read = sum([saved.pop(name, 0.0) for name in (*entry.saves, *entry.saves_again)])
-            beside = entry.weight_work
-            steps += [(_A, beside), *come(entry.weights), (_A, -beside - read - self._let_go(entry))]
+            beside, peak = entry.weight_work, entry.weight_peak
+            steps += [(_A, peak), (_A, beside - peak)]
+            steps += [*come(entry.weights), (_A, -beside - read - self._let_go(entry))]
         return steps
 
 

@@ -16,7 +16,15 @@ from math import ceil
 
 from dtlayout.costmodel.fsdp2.liveness import walk_forward
 from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
-from dtlayout.costmodel.scenario import Scenario, format_sizes, fullest_share, tokens_of, weigh_base
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    format_sizes,
+    fullest_share,
+    matmul_alignment,
+    sends_cast,
+    tokens_of,
+    weigh_base,
+)
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import ATTENDED
 from dtlayout.models.tape import HIDDEN, TapeOptions
@@ -85,6 +93,7 @@ class Sizes:
             exchanges=layout.ep > 1,
             compiles=kernels.compiles_blocks,
             ends_gradients=ends_gradients,
+            alignment=matmul_alignment(scenario),
         )
         self.has_own_mixture = self._options.is_own_mixture and self.description.experts is not None
         """True if blocks have experts, and our trainer runs them: each of their tensors is known."""
@@ -107,6 +116,11 @@ class Sizes:
             (4 + self.casts) * self.separate_rope,
             *weigh_base(scenario),
         )  # fmt: skip
+        if scenario.precision.matmul_format and scenario.engine.features.casts_itself:
+            # Eager kernels scale a copy in fp32, which a compiler leaves out.
+            self._measures = self._measures._replace(
+                tokens=tokens, casting=1.0 if kernels.compiles_blocks else 5.0, sends_cast=sends_cast(scenario, layout)
+            )
 
     def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
         """Flash: q, k, v, the output and a number a row, and backward the gradients of q, k and v.

@@ -52,6 +52,12 @@ class Measures(NamedTuple):
     """Bytes of an element of a frozen weight that is computed out of few bits; 0 where it is there."""
     lookup: float = 0.0
     """Bytes of an element of what its codes become first."""
+    tokens: float = 0.0
+    """Tokens whose tensors are cast for matmuls, as ops/scaled.py does; 0 where that is not known."""
+    casting: float = 0.0
+    """Bytes of an element while it is cast to fp8, which is one of them."""
+    sends_cast: bool = False
+    """Whether tp gathers a block's tensors in fp8, which lie beside the result."""
 
 
 class SizedEntry(NamedTuple):
@@ -93,6 +99,8 @@ class SizedEntry(NamedTuple):
     """Whether its forward makes no tensor: tp's ranks go on with the one that they have."""
     weight_work: float = 0.0
     """Held by its backward while its weights' gradients come, beside the new gradients."""
+    weight_peak: float = 0.0
+    """Held by its backward at the fullest before these gradients come, beside the new gradients."""
 
     @property
     def saved(self) -> float:
@@ -111,7 +119,7 @@ def size_end(model: ModelShape, options: TapeOptions, measures: Measures) -> tup
     """Steps of the final norm, and the gather of its result for the head; with bytes of their tensors."""
     norm = describe(model).final_norm
     gather = gather_for(BlockTensor(f"{norm.module}{GATHERED}", norm.width, "whole"))
-    return tuple(_size([*norm.record(options), *[gather] * options.is_split], measures))
+    return tuple(_size([*norm.record(options), *[gather] * options.is_split], measures._replace(sends_cast=False)))
 
 
 def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
@@ -121,6 +129,10 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
 
     def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
         return {each.name: elements[each.format] * each.width / ranks[each.spread] for each in tensors}
+
+    def cast(nbytes: float) -> float:
+        """Bytes of a tensor of the compute format as it was gathered in fp8."""
+        return nbytes * measures.tokens / measures.compute if measures.sends_cast else 0.0
 
     for entry in tape:
         reads, makes, saves = size(entry.reads), size(entry.makes), size(entry.saves)
@@ -136,15 +148,21 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             copies = measures.rope_copies * measures.exact / measures.compute * reads[entry.reads[0].name]
             forward_work = max(0.0, copies - used)  # the results among them
         elif entry.kind == "gather":  # its backward is a reduce-scatter or an all-reduce, which writes beside its input
-            work = new + used * measures.reorders
+            work, forward_work = new + used * measures.reorders, cast(used)
         elif entry.kind == "sum":
             work, forward_work = new * (1 + measures.reorders), new * measures.reorders
-        if measures.weight and entry.casts and not entry.weights:  # of a quantized base; its codes become indices first
+            work = new + cast(new) if measures.sends_cast else work
+        if (
+            measures.weight and entry.in_branch and not entry.weights
+        ):  # of a quantized base; its codes become indices first
             tensors = (*entry.reads, *entry.makes)
             numel = prod(each.width / (measures.tp if each.spread == "branch" else 1) for each in tensors)
             weight, lookup = measures.weight * numel, measures.lookup * numel
             work = max(new, lookup) + weight
             forward_work = max(weight, weight + lookup - used)
+        weight_work, weight_peak = sum(size(entry.weight_scratch).values()), 0.0
+        if measures.tokens and entry.casts:
+            forward_work, work, weight_peak, weight_work = _weigh_casts(entry, measures, new, used)
         shares_gradient = entry.shares_gradient or (entry.kind == "sum" and not scatters)
         saves_made = (
             tuple(reads) + entry.saves_made if entry.kind == "attention" and not measures.attention_copies else ()
@@ -156,5 +174,21 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
             in_linear=entry.in_linear, is_differentiated=entry.is_differentiated, is_local=entry.is_local,
             continues=entry.continues, saves_made=saves_made, is_alias=entry.kind == "gather" and not scatters,
-            weight_work=sum(size(entry.weight_scratch).values()),
+            weight_work=weight_work, weight_peak=weight_peak,
         )  # fmt: skip
+
+
+def _weigh_casts(entry: TapeEntry, measures: Measures, new: float, made: float) -> tuple[float, float, float, float]:
+    """Work of a matmul of cast tensors (ops/scaled.py), of which some are copied into another order for its kernel.
+
+    In forward beside the result of `made` bytes; in backward with the `new` gradients, at the fullest before the
+    weight's gradient comes, and while it comes.
+    """
+    read, *_ = *entry.reads, *entry.saves, *entry.makes  # nothing before it may need a gradient
+    inputs, outputs = (each.width / (measures.tp if each.spread == "branch" else 1) for each in (read, entry.makes[0]))
+    x, y, weight, casting = measures.tokens * inputs, measures.tokens * outputs, inputs * outputs, measures.casting
+    forward = max(casting * x - made, x + casting * weight - made, x + weight)
+    work = max(casting * y, y + casting * weight, y + 2 * weight + new) if entry.reads else 0.0
+    if not entry.weights:
+        return forward, work, 0.0, 0.0
+    return forward, work, max(casting * y, y + casting * x), 2 * (x + y)
