@@ -14,37 +14,32 @@ from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
     fullest_share,
-    matmul_alignment,
     sends_cast,
     tokens_of,
-    weigh_base,
+)
+from dtlayout.costmodel.traffic import (
+    base_bytes,
+    cast_bytes,
+    elementwise_bytes,
+    has_eager_norms,
+    own_part,
+    permuted_bytes,
+    rank_tape,
+    ranks_by_spread,
+    weight_cast_bytes,
 )
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
-from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
 from dtlayout.plans.plan import OVERLAPPED_PIECES
-from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
-from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKernel, NormKernel, RopeKernel
+from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
 
-_ROPE_KERNEL_TRAFFIC_BYTES = 20.0
-"""Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
-_FFN_TRAFFIC_BYTES = 12.0
-"""Moved by the activation function and its backward for each token and unit of the FFN, over t."""
-_ADDED_TRAFFIC_BYTES = 12.0
-"""Moved by an adapter's sum for each token and unit of its width, in bf16: two reads and a write, and in backward as
-many where the gradients of what both matmuls read are added."""
-_RESCALED_TRAFFIC_BYTES = 16.0
-"""Moved by an adapter's vector likewise: a read and a write, and in backward as many, two reads and a write of the
-products that make the vector's gradient, and a read of these."""
-_WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts"})
-"""Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm."""
 _MAXIMUM_BYTES = 4.0
 """A largest number in fp32."""
 
@@ -137,7 +132,7 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    tape = _tape(scenario)
+    tape = rank_tape(scenario)
     sizes = _matmul_sizes(scenario, layout)
     # Other programs' routers are small, and count like the matmuls beside them.
     in_format = not scenario.engine.features.casts_itself
@@ -147,15 +142,15 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     frozen_s = sum([
         each.frozen / each.outputs * each_s for each_s, each in zip(matmuls_s, sizes, strict=True) if each.frozen
     ])  # fmt: skip
-    traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
+    traffic = elementwise_bytes(scenario, layout, kernels) + cast_bytes(scenario, layout)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
-    if _has_eager_norms(kernels):
+    if has_eager_norms(kernels):
         num_norms = sum(entry.kind == "norm" for entry in tape)
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
-    permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
-    permuting_s += pass_s(scenario, _base_traffic_bytes(scenario, layout, kernels))  # as much in backward
-    permuting_s += pass_s(scenario, _weight_cast_bytes(scenario, layout))  # as much in backward
+    permuting_s = pass_s(scenario, tokens * permuted_bytes(scenario, layout))  # as much in backward
+    permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
+    permuting_s += pass_s(scenario, weight_cast_bytes(scenario, layout))  # as much in backward
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
@@ -208,10 +203,10 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
     base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in _tape(scenario):
+    for entry in rank_tape(scenario):
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
-            outputs, inputs = _own_part(made, layout), _own_part(read, layout)
+            outputs, inputs = own_part(made, layout), own_part(read, layout)
             frozen = 0.0 if entry.weights else outputs
             if entry.fuses and fuses:
                 before = sizes[base]
@@ -220,7 +215,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
             base = len(sizes) if entry.in_branch else base
             # Each rank multiplies what it has of the stream.
             is_of_stream = read.spread == made.spread == "stream"
-            rows = tokens / _ranks(layout)["stream"] if is_of_stream else tokens
+            rows = tokens / ranks_by_spread(layout)["stream"] if is_of_stream else tokens
             sizes.append(_Matmul(1, rows, outputs, inputs, frozen, entry.casts))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
@@ -231,113 +226,6 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
                 frozen = 0.0 if entry.weights else outputs
                 sizes.append(_Matmul(times, rows, outputs, entry.reads[0].width / k, frozen, entry.casts))
     return sizes
-
-
-def _own_part(tensor: BlockTensor, layout: Layout) -> float:
-    """Elements of a token that one rank multiplies or makes: a part of those inside a branch."""
-    return tensor.width / (layout.tp if tensor.spread == "branch" else 1)
-
-
-def _ranks(layout: Layout) -> dict[str, int]:
-    """tp ranks that share a tensor, by its spread on a tape without collectives."""
-    return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp, "whole": 1}
-
-
-def _tape(scenario: Scenario, fullest: float = 1.0) -> tuple[TapeEntry, ...]:
-    """Steps of a block on one rank; `fullest` as in `TapeOptions`."""
-    return block_tape(scenario.model, PLAIN._replace(fullest=fullest, alignment=matmul_alignment(scenario)))
-
-
-def _tape_of_fullest(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
-    """Steps of a block on the fullest of ep's ranks."""
-    return _tape(scenario, fullest_share(scenario, layout))
-
-
-def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Bytes moved for each token by the elementwise kernels of a block, forward and backward.
-
-    `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each. KeyError for a kind of entry
-    that nobody has priced.
-    """
-    constants, ranks = scenario.engine.constants, _ranks(layout)
-    widening = activation_size(scenario) / 2  # the constants count passes in bf16
-    width_traffic = widening * constants.width_traffic_bytes / 4
-    rope_traffic = constants.rope_traffic_bytes
-    if find_kernel(RopeKernel, kernels.rope).is_fused or kernels.compiles_blocks:
-        rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
-    experts = describe(scenario.model).experts
-    moved = {
-        "norm": width_traffic + (constants.norm_traffic_bytes / 2 if _has_eager_norms(kernels) else 0.0),
-        "residual": width_traffic,
-        "rope": rope_traffic,
-        "activation": widening * _FFN_TRAFFIC_BYTES,
-        "combine": widening * constants.expert_bias_traffic_bytes if experts and experts.bias else 0.0,
-        "add": widening * _ADDED_TRAFFIC_BYTES,
-        "rescale": widening * _RESCALED_TRAFFIC_BYTES,
-    }
-    tape = _tape_of_fullest(scenario, layout)
-    of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind not in _WITHOUT_PASSES]
-    return sum([each * read.width / ranks[read.spread] for each, read in of_width])
-
-
-def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Bytes moved for each token of a block by casts for its linear layers, forward and backward.
-
-    Cast are the input of each layer, once where several read the same, and the gradient of its output.
-
-    Weights are apart (`_weight_cast_bytes`); a router stays as it is.
-    """
-    if (fmt := scenario.precision.matmul_format) is None:
-        return 0.0
-    ranks, elements, cast = _ranks(layout), 0.0, set[str]()
-    for entry in _tape_of_fullest(scenario, layout):
-        if entry.casts:
-            new = [each for each in entry.reads if each.name not in cast]
-            elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
-            cast.update(each.name for each in new)
-    return fmt.cast_bytes * elements
-
-
-def _weight_cast_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Bytes moved by casts of a block's weights in each forward and each backward: our trainer casts them every time,
-    in one of both orders. Other programs do so once a step, which is left out."""
-    fmt = scenario.precision.matmul_format
-    if fmt is None or not scenario.engine.features.casts_itself:
-        return 0.0
-    sizes = [(entry.reads[0], entry.makes[0]) for entry in _tape(scenario) if entry.casts]
-    return fmt.cast_bytes / 2 * sum([_own_part(read, layout) * _own_part(made, layout) for read, made in sizes])
-
-
-def _base_traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Bytes moved when the weights of a block that are stored in few bits are computed, before each of their matmuls.
-
-    Compiled blocks read codes and write the weight. Else codes become indices, a table is read with these, and what
-    comes of it is multiplied by its scale: `ops.quantized`.
-    """
-    if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
-        return 0.0
-    weight, lookup = weigh_base(scenario)
-    passes = 0.0 if kernels.compiles_blocks else 2 * lookup + 2 * weight
-    return (base.bits / 8 + weight + passes) * _count_quantized(scenario.model) / layout.tp
-
-
-@lru_cache(maxsize=256)
-def _count_quantized(model: ModelShape) -> int:
-    """Elements of a block's weights that a quantized base stores."""
-    return sum(weight.numel for weight in describe(model).block_weights if weight.can_be_quantized)
-
-
-def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Bytes moved for each token when forward sorts its k copies by expert, and adds their results up.
-
-    With ep the copies are sorted by rank before they are sent and by expert afterwards, and again on their way back.
-    The router's scores are left out: they are E numbers beside k·h.
-    """
-    if (experts := describe(scenario.model).experts) is None:
-        return 0.0
-    copies = experts.per_token
-    sorted_again = 4 * copies * fullest_share(scenario, layout) if layout.ep > 1 else 0
-    return activation_size(scenario) * (2 * (1 + copies) + sorted_again) * experts.width / layout.tp
 
 
 def _expert_gradients_s(scenario: Scenario, layout: Layout) -> float:
@@ -361,10 +249,6 @@ def _routing_wait_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> flo
     is_one_by_one = kernel.is_one_by_one_on(scenario.cluster.gpu.capability)
     read_s = constants.routing_wait_s if is_one_by_one or layout.ep > 1 else 0.0
     return read_s + (constants.expert_wait_s * experts.number / layout.ep if is_one_by_one else 0.0)
-
-
-def _has_eager_norms(kernels: Kernels) -> bool:
-    return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
 
 
 def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: BlockTime) -> tuple[float, float]:
@@ -479,7 +363,7 @@ def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     if fmt is None or not fmt.scales_tensors or not scenario.engine.features.casts_itself:
         return 0.0, 0.0
     each_s = 2 * half_all_reduce_s(_MAXIMUM_BYTES, layout.tp, tp_link(scenario, layout))
-    casting = [entry for entry in _tape(scenario) if entry.casts]
+    casting = [entry for entry in rank_tape(scenario) if entry.casts]
     num_split = sum(entry.makes[0].spread == "branch" for entry in casting)
     num_gathered = describe(scenario.model).num_branches * sends_cast(scenario, layout)  # in either direction
     return (len(casting) + num_gathered) * each_s, (num_split + num_gathered) * each_s
@@ -503,10 +387,10 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
         return whole_s - max(0.0, last_matmul_or_message_s - beside_s - after_s)
 
     forward_s = backward_s = opening_s = 0.0
-    for entry in _tape(scenario):
+    for entry in rank_tape(scenario):
         if not entry.in_branch:
             continue
-        sent_beside_s = linear_s(scenario, tokens, _own_part(entry.makes[0], layout), _own_part(entry.reads[0], layout))
+        sent_beside_s = linear_s(scenario, tokens, own_part(entry.makes[0], layout), own_part(entry.reads[0], layout))
         if entry.makes[0].spread == "branch":
             opening_s += sent_beside_s
         else:

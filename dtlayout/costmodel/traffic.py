@@ -1,0 +1,142 @@
+"""Traffic: bytes that the elementwise kernels of a block move, and those of casts, quantized weights and permutations.
+
+Every step of a block's tape that is no matmul, no attention and no message is a pass over memory. Seconds of a pass are
+`compute.pass_s`; docs/theory/time-model.md derives every number.
+"""
+
+from functools import lru_cache
+
+from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, matmul_alignment, weigh_base
+from dtlayout.models.families import block_tape, describe
+from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
+from dtlayout.spec.base_format import BASE_FORMATS
+from dtlayout.spec.kernel_records import NormKernel, RopeKernel
+from dtlayout.spec.kernel_table import find_kernel
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+
+_ROPE_KERNEL_TRAFFIC_BYTES = 20.0
+"""Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
+_FFN_TRAFFIC_BYTES = 12.0
+"""Moved by the activation function and its backward for each token and unit of the FFN, over t."""
+_ADDED_TRAFFIC_BYTES = 12.0
+"""Moved by an adapter's sum for each token and unit of its width, in bf16: two reads and a write, and in backward as
+many where the gradients of what both matmuls read are added."""
+_RESCALED_TRAFFIC_BYTES = 16.0
+"""Moved by an adapter's vector likewise: a read and a write, and in backward as many, two reads and a write of the
+products that make the vector's gradient, and a read of these."""
+_WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts"})
+"""Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm."""
+
+
+def own_part(tensor: BlockTensor, layout: Layout) -> float:
+    """Elements of a token that one rank multiplies or makes: a part of those inside a branch."""
+    return tensor.width / (layout.tp if tensor.spread == "branch" else 1)
+
+
+def ranks_by_spread(layout: Layout) -> dict[str, int]:
+    """tp ranks that share a tensor, by its spread on a tape without collectives."""
+    return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp, "whole": 1}
+
+
+def rank_tape(scenario: Scenario, fullest: float = 1.0) -> tuple[TapeEntry, ...]:
+    """Steps of a block on one rank; `fullest` as in `TapeOptions`."""
+    return block_tape(scenario.model, PLAIN._replace(fullest=fullest, alignment=matmul_alignment(scenario)))
+
+
+def fullest_tape(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
+    """Steps of a block on the fullest of ep's ranks."""
+    return rank_tape(scenario, fullest_share(scenario, layout))
+
+
+def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """Bytes moved for each token by the elementwise kernels of a block, forward and backward.
+
+    `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each. KeyError for a kind of entry
+    that nobody has priced.
+    """
+    constants, ranks = scenario.engine.constants, ranks_by_spread(layout)
+    widening = activation_size(scenario) / 2  # the constants count passes in bf16
+    width_traffic = widening * constants.width_traffic_bytes / 4
+    rope_traffic = constants.rope_traffic_bytes
+    if find_kernel(RopeKernel, kernels.rope).is_fused or kernels.compiles_blocks:
+        rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
+    experts = describe(scenario.model).experts
+    moved = {
+        "norm": width_traffic + (constants.norm_traffic_bytes / 2 if has_eager_norms(kernels) else 0.0),
+        "residual": width_traffic,
+        "rope": rope_traffic,
+        "activation": widening * _FFN_TRAFFIC_BYTES,
+        "combine": widening * constants.expert_bias_traffic_bytes if experts and experts.bias else 0.0,
+        "add": widening * _ADDED_TRAFFIC_BYTES,
+        "rescale": widening * _RESCALED_TRAFFIC_BYTES,
+    }
+    tape = fullest_tape(scenario, layout)
+    of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind not in _WITHOUT_PASSES]
+    return sum([each * read.width / ranks[read.spread] for each, read in of_width])
+
+
+def cast_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Bytes moved for each token of a block by casts for its linear layers, forward and backward.
+
+    Cast are the input of each layer, once where several read the same, and the gradient of its output.
+
+    Weights are apart (`weight_cast_bytes`); a router stays as it is.
+    """
+    if (fmt := scenario.precision.matmul_format) is None:
+        return 0.0
+    ranks, elements, cast = ranks_by_spread(layout), 0.0, set[str]()
+    for entry in fullest_tape(scenario, layout):
+        if entry.casts:
+            new = [each for each in entry.reads if each.name not in cast]
+            elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
+            cast.update(each.name for each in new)
+    return fmt.cast_bytes * elements
+
+
+def weight_cast_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Bytes moved by casts of a block's weights in each forward and each backward: our trainer casts them every time,
+    in one of both orders. Other programs do so once a step, which is left out."""
+    fmt = scenario.precision.matmul_format
+    if fmt is None or not scenario.engine.features.casts_itself:
+        return 0.0
+    sizes = [(entry.reads[0], entry.makes[0]) for entry in rank_tape(scenario) if entry.casts]
+    return fmt.cast_bytes / 2 * sum([own_part(read, layout) * own_part(made, layout) for read, made in sizes])
+
+
+def base_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """Bytes moved when the weights of a block that are stored in few bits are computed, before each of their matmuls.
+
+    Compiled blocks read codes and write the weight. Else codes become indices, a table is read with these, and what
+    comes of it is multiplied by its scale: `ops.quantized`.
+    """
+    if (base := BASE_FORMATS.get(scenario.precision.base)) is None:
+        return 0.0
+    weight, lookup = weigh_base(scenario)
+    passes = 0.0 if kernels.compiles_blocks else 2 * lookup + 2 * weight
+    return (base.bits / 8 + weight + passes) * _count_quantized(scenario.model) / layout.tp
+
+
+@lru_cache(maxsize=256)
+def _count_quantized(model: ModelShape) -> int:
+    """Elements of a block's weights that a quantized base stores."""
+    return sum(weight.numel for weight in describe(model).block_weights if weight.can_be_quantized)
+
+
+def permuted_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Bytes moved for each token when forward sorts its k copies by expert, and adds their results up.
+
+    With ep the copies are sorted by rank before they are sent and by expert afterwards, and again on their way back.
+    The router's scores are left out: they are E numbers beside k·h.
+    """
+    if (experts := describe(scenario.model).experts) is None:
+        return 0.0
+    copies = experts.per_token
+    sorted_again = 4 * copies * fullest_share(scenario, layout) if layout.ep > 1 else 0
+    return activation_size(scenario) * (2 * (1 + copies) + sorted_again) * experts.width / layout.tp
+
+
+def has_eager_norms(kernels: Kernels) -> bool:
+    """Whether each operation of a norm is a pass of its own."""
+    return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
