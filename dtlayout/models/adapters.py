@@ -50,7 +50,7 @@ class LowRankLinear(Linear):
         narrow, wide = self.names
         base, added = made._replace(name=f"{self.module}.base"), made._replace(name=wide)
         inner = BlockTensor(narrow, self.rank, "stream" if self.style == "replicated" else "whole")
-        own = partial(TapeEntry, "matmul", kept_as=self.kept_as, puts_off=True, in_linear=True, continues=True)
+        own = partial(TapeEntry, "matmul", kept_as=self.kept_as, puts_off=True, continues=True)
         return (
             matmul._replace(makes=(base,), is_local=False),
             own((read,), (inner,), (saved,), (f"{narrow}.weight",)),
@@ -60,7 +60,6 @@ class LowRankLinear(Linear):
                 (base, added),
                 (made,),
                 shares_gradient=True,
-                in_linear=True,
                 is_local=self.is_local,
                 continues=True,
             ),
@@ -96,7 +95,7 @@ class RescaledLinear(Linear):
         """The frozen matmul and the product, in the order in which they come."""
         matmul, *closing = super().record(options)
         (read,), (made,) = matmul.reads, matmul.makes
-        product = partial(TapeEntry, "rescale", weights=(f"{self.name}.weight",), in_linear=True)
+        product = partial(TapeEntry, "rescale", weights=(f"{self.name}.weight",))
         if self.scales == "output":
             base = made._replace(name=f"{self.module}.base")
             rescaled = product((base,), (made,), (base,), scratch=(base, base), is_local=self.is_local, continues=True)

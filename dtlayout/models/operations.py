@@ -215,7 +215,7 @@ class Linear(BaseOperation):
         matmul = TapeEntry(
             "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * saves,
             name_trained(self.own_weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
-            puts_off=True, in_linear=True, in_branch=self.is_split, is_local=self.is_local,
+            puts_off=True, in_branch=self.is_split, is_local=self.is_local,
         )  # fmt: skip
         return (matmul, *closing)
 

@@ -124,7 +124,7 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
         opened.append(inner(module))
         weights = tuple(each for each in trained if each.startswith(f"{module}."))
         matmul = TapeEntry("matmul", (given,), (opened[-1],), (given,) * saves, weights, kept_as="matmuls")
-        yield matmul._replace(puts_off=True, in_linear=True)
+        yield matmul._replace(puts_off=True)
     yield from record_activation(tuple(opened), active, options)
     scores = BlockTensor(f"{name}.scores_N", copies_N, "branch", "exact")
     exact = active._replace(format="exact")
@@ -134,7 +134,7 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
         # Gradients of the product with the scores and of what it multiplied; both factors of the scores' are exact.
         (active, active, exact, *[exact] * options.casts_norms),
         weight_scratch=(active,),  # times scores
-        kept_as="matmuls", puts_off=True, in_linear=True,
+        kept_as="matmuls", puts_off=True,
     )  # fmt: skip
     yield from _record_combine(experts, options)
 

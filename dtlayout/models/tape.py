@@ -77,8 +77,6 @@ class TapeEntry(NamedTuple):
     """Whether the gradient of its result and what it saved go before the gradients of its weights come, not after."""
     in_branch: bool = False
     """Whether it is a linear layer that opens or closes a branch: no router, and no matmul of an adapter or expert."""
-    in_linear: bool = False
-    """Whether it belongs to a linear layer: forward holds its result as long as that of a matmul."""
     is_local: bool = False
     """Whether its results are variables of a module's forward, which last until the branch is closed; else they last
     until the last entry that reads them."""

@@ -369,7 +369,7 @@ class Sizes:
         """
         kept, sums = dict[str, float](), dict[str, float]()
         closing = takewhile(lambda entry: entry.kind != "activation", reversed(self.tape))
-        joined = [entry.reads for entry in closing if entry.shares_gradient and entry.in_linear]
+        joined = [entry.reads for entry in closing if entry.shares_gradient and HIDDEN not in entry.makes]
         # A compiler sees that the last sum of an adapter is not needed.
         unread = set() if self.keeps_last else {name for names in joined for name in [*names][:-1]}
         for entry in self.tape:

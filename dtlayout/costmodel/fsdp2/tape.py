@@ -89,7 +89,6 @@ class SizedEntry(NamedTuple):
     """Like that of `TapeEntry`, and so for a sum over tp where that gathers no gradient."""
     puts_off: bool = False
     ends_first: bool = False
-    in_linear: bool = False
     is_differentiated: bool = True
     is_local: bool = False
     continues: bool = False
@@ -172,7 +171,7 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             entry.weights, forward_work, work, entry.kept_as, results,
             adds_apart=measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
             shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
-            in_linear=entry.in_linear, is_differentiated=entry.is_differentiated, is_local=entry.is_local,
+            is_differentiated=entry.is_differentiated, is_local=entry.is_local,
             continues=entry.continues, saves_made=saves_made, is_alias=entry.kind == "gather" and not scatters,
             weight_work=weight_work, weight_peak=weight_peak,
         )  # fmt: skip
