@@ -24,7 +24,6 @@ from dtlayout.planner.space import Space
 from dtlayout.planner.suggestions import list_remarks
 from dtlayout.records.intervals import find_alike, find_intervals
 from dtlayout.spec.kernels import OpenKernels
-from dtlayout.spec.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from dtlayout.commands.verify import Verified
@@ -155,14 +154,8 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
         "intervals": find_intervals(scenario).to_dict(),
         "records": [asdict(record) for record in scenario.cluster.records],
         "precision": asdict(scenario.precision), "optimizer": scenario.optimizer.name,
-        "optimizer_keys": _list_given(scenario.optimizer), "allowed_bytes": allowed_bytes,
+        "optimizer_keys": scenario.optimizer.given, "allowed_bytes": allowed_bytes,
     }  # fmt: skip
-
-
-def _list_given(optimizer: Optimizer) -> dict[str, Any]:
-    """Keys of an optimizer whose values are not the usual ones, those of its `rest` too."""
-    values, usual = asdict(optimizer), asdict(type(optimizer)())
-    return {key: value for key, value in values.items() if value != usual[key]}
 
 
 def _count_trained(scenario: Scenario) -> dict[str, int]:

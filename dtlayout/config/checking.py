@@ -5,6 +5,7 @@ Each owner has its own rules: the layout, the sections beside each other, our tr
 """
 
 from collections.abc import Callable
+from math import frexp, log2
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.refusals import Refusal, describe
@@ -12,11 +13,13 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import has_begun
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
+from dtlayout.models.families import describe as describe_model
 from dtlayout.models.families import find_family, find_target_problems
 from dtlayout.models.weights import check_init_from
-from dtlayout.spec.device import Device, check_formats, expect_device
+from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
+from dtlayout.spec.optimizers import RoleOptimizer
 from dtlayout.spec.trackers import package_problems
 
 
@@ -38,7 +41,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     problems += layout.problems(model, config.batch) + config.optimizer.layout_problems(layout)
     problems += describe([broken for rule in _RULES for broken in rule(config)])
     problems += find_training_lacks(trainer, layout, model, config.precision)
-    problems += describe(check_formats(device, config.precision))
+    problems += describe(check_formats(device, config.precision) + check_update_format(device, config.optimizer))
     problems += kernels.problems(config.request_kernels(device, layout))
     if problems:
         raise InvalidLayout(problems)
@@ -105,7 +108,34 @@ def _check_adapter(config: Config) -> list[Refusal]:
     return [Refusal("adapter.targets", problem) for problem in find_target_problems(config.model)]
 
 
+def _check_roles(config: Config) -> list[Refusal]:
+    """An optimizer of some roles has weights to update."""
+    optimizer, model = config.optimizer, config.model
+    if not isinstance(optimizer, RoleOptimizer):
+        return []
+    kinds = [kind for kind, _ in model.kinds(range(model.num_layers))]
+    weights = [weight for kind in kinds for weight in describe_model(kind).block_weights]
+    if any(weight.trains and weight.role in optimizer.roles for weight in weights):
+        return []
+    of_roles = f"no weight of role {' or '.join(sorted(optimizer.roles))} in a block is trained"
+    what = f"optimizer.name={optimizer.name} would update nothing: {of_roles}"
+    return [Refusal("optimizer.name", what, f"use optimizer.name={optimizer.rest.name}")]
+
+
+def _check_loss_scale(config: Config) -> list[Refusal]:
+    """A factor of the loss is one that changes no bit of a gradient, and is used."""
+    factor = config.train.loss_scale
+    if factor and config.precision.compute != "float16":
+        what = f"train.loss_scale={factor:g} scales no loss in precision.compute={config.precision.compute}"
+        return [Refusal("train.loss_scale", what, "use loss_scale=0")]
+    if factor and (factor < 1 or frexp(factor)[0] != 0.5):
+        what = f"train.loss_scale={factor:g} is no power of two from 1 on, so that it would round gradients"
+        return [Refusal("train.loss_scale", what, f"use loss_scale={2.0 ** max(0, round(log2(factor))):g}")]
+    return []
+
+
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
-    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, _check_warmup,
+    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, _check_warmup, _check_roles,
+    _check_loss_scale,
 )  # fmt: skip
 """Rules of sections beside each other."""

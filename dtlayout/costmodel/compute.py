@@ -142,7 +142,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     frozen_s = sum([
         each.frozen / each.outputs * each_s for each_s, each in zip(matmuls_s, sizes, strict=True) if each.frozen
     ])  # fmt: skip
-    traffic = elementwise_bytes(scenario, layout, kernels) + cast_bytes(scenario, layout)
+    traffic = elementwise_bytes(scenario, layout, kernels) + cast_bytes(scenario, layout, kernels)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if has_eager_norms(kernels):
         num_norms = sum(entry.kind == "norm" for entry in tape)

@@ -50,7 +50,7 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
         asked = replace(asked, ep=1)
     lacks = describe([
         *check_matmuls(engine, precision), *_check_untrained(engine, model), *check_base(precision, model, layout.tp),
-        *check_scaled(engine, precision, model, layout),
+        *check_scaled_model(engine, precision, model), *check_scaled(engine, precision, model, layout),
     ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
@@ -180,27 +180,40 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
     return [*broken.values()]
 
 
-def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout: Layout) -> list[Refusal]:
-    """Linear layers that our own trainer multiplies below the compute format are there, and kernels take their parts.
+def check_scaled_model(engine: Engine, precision: Precision, model: ModelShape) -> list[Refusal]:
+    """Linear layers that our own trainer multiplies below the compute format are there, whatever the layout.
 
-    Beside such layers it has no experts, no base of few bits, and no matmul in pieces.
+    Beside such layers it has no experts and no base of few bits.
     """
     if engine.name != OWN_ENGINE or precision.matmuls not in engine.features.matmuls:
         return []
     asked, broken = f"precision.matmuls={precision.matmuls}", list[Refusal]()
     if model.experts is not None:
-        broken.append(_only_predicted(f"{asked} beside experts", "use precision.matmuls=compute"))
+        what = f"{asked} beside experts is nothing that {engine.name} has"
+        broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))
     if precision.base in BASE_FORMATS:
         what = f"{asked} casts weights in the compute format, and precision.base={precision.base} has none"
         broken.append(Refusal("precision.base", what, "use precision.base=compute or precision.matmuls=compute"))
+    if not _list_scaled(model):
+        what = f"{asked} needs linear layers with sizes that {ALIGNMENT} divides, and no block has one"
+        broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))
+    return broken
+
+
+def _list_scaled(model: ModelShape) -> list[Linear]:
+    """Linear layers of a block that our own trainer multiplies below the compute format."""
+    return [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
+
+
+def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout: Layout) -> list[Refusal]:
+    """Parts of such linear layers on tp's ranks are ones that kernels take, and no matmul comes in pieces."""
+    if engine.name != OWN_ENGINE or precision.matmuls not in engine.features.matmuls:
+        return []
+    asked, broken = f"precision.matmuls={precision.matmuls}", list[Refusal]()
     if layout.overlaps_tp:
         what = f"{asked} casts whole tensors, and layout.tp_overlap multiplies pieces"
         broken.append(Refusal("tp_overlap", what, "use tp_overlap=false"))
-    scaled = [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
-    if not scaled:
-        what = f"{asked} needs linear layers with sizes that {ALIGNMENT} divides, and no block has one"
-        broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))
-    for linear in scaled:
+    for linear in _list_scaled(model):
         side = "outputs" if linear.style == "colwise" else "inputs"
         size: int = getattr(linear, side)
         if size % (ALIGNMENT * layout.tp) == 0:

@@ -11,6 +11,7 @@ from dtlayout.costmodel.engine_rules import (
     check_base,
     check_matmuls,
     check_scaled,
+    check_scaled_model,
     find_layout_lacks,
     find_model_lacks,
 )
@@ -19,7 +20,7 @@ from dtlayout.plans.plan import gathers_cast
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
-from dtlayout.spec.device import Device, check_compute_format, device_of
+from dtlayout.spec.device import Device, check_compute_format, check_update_format, device_of
 from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
@@ -147,6 +148,8 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
         broken = [Refusal("matmuls", what, f"use precision.matmuls={' or '.join(('compute', *able))}")]
     if scenario.engine.name == OWN_ENGINE:  # of others there are published runs in what they call bf16
         broken += check_compute_format(scenario.device, precision.compute)
+        broken += check_update_format(scenario.device, scenario.optimizer)
+        broken += check_scaled_model(scenario.engine, precision, scenario.model)
     return describe(broken) + find_model_lacks(scenario.engine, scenario.model)
 
 

@@ -77,19 +77,21 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
     return sum([each * read.width / ranks[read.spread] for each, read in of_width])
 
 
-def cast_bytes(scenario: Scenario, layout: Layout) -> float:
+def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Bytes moved for each token of a block by casts for its linear layers, forward and backward.
 
-    Cast are the input of each layer, once where several read the same, and the gradient of its output.
-
-    Weights are apart (`weight_cast_bytes`); a router stays as it is.
+    Cast are the input of each layer, once where several read the same, and the gradient of its output. Our trainer
+    casts it for each layer, unless a compiler sees that the casts are the same: under tp each layer has a scale of its
+    own for a tensor. Weights are apart (`weight_cast_bytes`); a router stays as it is.
     """
     if (fmt := scenario.precision.matmul_format) is None:
         return 0.0
     ranks, elements, cast = ranks_by_spread(layout), 0.0, set[str]()
+    merges = kernels.compiles_blocks and (layout.tp == 1 or scenario.precision.matmuls != "fp8-tensorwise")
+    repeats = scenario.engine.features.casts_itself and not merges
     for entry in fullest_tape(scenario, layout):
         if entry.casts:
-            new = [each for each in entry.reads if each.name not in cast]
+            new = [each for each in entry.reads if repeats or each.name not in cast]
             elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
             cast.update(each.name for each in new)
     return fmt.cast_bytes * elements

@@ -24,8 +24,9 @@ class CoarseState(NamedTuple):
     @property
     def option(self) -> str:
         """Argument of recommend that asks for it."""
-        pairs = (override.removeprefix("--optimizer.") for override in self.overrides)
-        return f"--optimizer {','.join([self.scenario.optimizer.name, *pairs])}"
+        optimizer = self.scenario.optimizer
+        pairs = (f"{key}={value}" for key, value in optimizer.given.items())
+        return f"--optimizer {','.join([optimizer.name, *pairs])}"
 
 
 def find_coarse_state(scenario: Scenario) -> CoarseState | None:

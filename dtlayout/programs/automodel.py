@@ -81,6 +81,10 @@ def _distributed(job: Job) -> tuple[dict[str, Any], list[str]]:
     """`distributed` and gaps."""
     layout, precision, compile = job.layout, job.scenario.precision, job.estimate.kernels.compile
     recompute, gaps = _recompute(layout.recompute)
+    compute = precision.compute
+    if compute == "float16":
+        compute = "bfloat16"
+        gaps.append("precision.compute=float16 is written as bfloat16: nothing scales the loss there")
     if job.estimate.kernels.attention not in _ATTENTION:
         gaps.append(f"kernels.attention={job.estimate.kernels.attention} is no sdpa_method: it takes its own")
     table: dict[str, Any] = {
@@ -89,7 +93,7 @@ def _distributed(job: Job) -> tuple[dict[str, Any], list[str]]:
         "activation_checkpointing": recompute, "reshard_after_forward": layout.zero == 3,
         "defer_fsdp_grad_sync": layout.zero == 1, "enable_compile": compile != "none",
         "mp_policy": {
-            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": precision.compute,
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": compute,
             "reduce_dtype": precision.reduce,
         },
     }  # fmt: skip

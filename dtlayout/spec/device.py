@@ -7,6 +7,7 @@ from typing import Literal
 from dtlayout.base.cgroups import find_memory_limit
 from dtlayout.base.refusals import Refusal
 from dtlayout.spec.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
+from dtlayout.spec.optimizers import Optimizer
 from dtlayout.spec.precision import Precision
 
 DeviceType = Literal["cpu", "cuda"]
@@ -84,6 +85,15 @@ def check_compute_format(device: Device, compute: str) -> list[Refusal]:
     had = ".".join(map(str, device.capability))
     what = f"precision.compute=bfloat16 is nothing that {device.name}, of compute capability {had}, multiplies in"
     return [Refusal("compute", what, "use precision.compute=float16, whose loss is scaled")]
+
+
+def check_update_format(device: Device, optimizer: Optimizer) -> list[Refusal]:
+    """A refusal of an optimizer that computes in bf16 where the device is known not to multiply it."""
+    part = next((part for part in optimizer.parts if part.computes_in_bf16), None)
+    if part is None or not check_compute_format(device, "bfloat16"):
+        return []
+    what = f"optimizer.name={part.name} iterates in bfloat16, which {device.name} does not multiply"
+    return [Refusal("optimizer.name", what, "use another optimizer")]
 
 
 def _check_matmul_format(device: Device, precision: Precision) -> list[Refusal]:

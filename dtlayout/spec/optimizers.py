@@ -58,6 +58,9 @@ class Optimizer(Ranged, section="optimizer"):
     needs_whole_weights: ClassVar[bool] = False
     """Whether an update is right only where a rank has a weight's whole gradient; other layouts are refused then."""
 
+    computes_in_bf16: ClassVar[bool] = False
+    """Whether an update multiplies matrices in bf16, whatever the format of the parameters up to fp32."""
+
     @staticmethod
     def parse(table: Any, name: str) -> "Optimizer":
         """The optimizer that a table's `name` says, AdamW by default; InvalidConfig with every problem."""
@@ -66,7 +69,21 @@ class Optimizer(Ranged, section="optimizer"):
         try:
             return toml.parse(table, wanted, name)
         except InvalidConfig as error:
-            raise InvalidConfig([_name_owner(problem, keys, name) for problem in error.problems]) from None
+            problems = [_name_table(problem, name) for problem in error.problems]
+            raise InvalidConfig([_name_owner(problem, keys, name, wanted) for problem in problems]) from None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Keys whose values are not the usual ones, those of a nested optimizer as rest.KEY."""
+        usual, found = type(self)(), dict[str, Any]()
+        for each in fields(self):
+            value, default = getattr(self, each.name), getattr(usual, each.name)
+            if isinstance(value, Optimizer):
+                own = {"name": value.name} if value.name != default.name else {}
+                found |= {f"{each.name}.{key}": kept for key, kept in (own | value.given).items()}
+            elif value != default:
+                found[each.name] = value
+        return found
 
     @property
     def torch_arguments(self) -> dict[str, Any]:
@@ -272,6 +289,7 @@ class Muon(RoleOptimizer):
 
     roles = frozenset({"matrix", "expert"})
     torch_class = "dtlayout.training.muon:ShardedMuon"
+    computes_in_bf16 = True
 
     @property
     def torch_arguments(self) -> dict[str, Any]:
@@ -300,9 +318,16 @@ class Muon(RoleOptimizer):
         return problems
 
 
-def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
+def _name_table(problem: str, name: str) -> str:
+    """A problem of an optimizer's key, by the table in which that optimizer stands."""
+    return problem if problem.startswith(name) else problem.replace("optimizer.", f"{name}.")
+
+
+def _name_owner(problem: str, keys: Collection[str], name: str, wanted: type[Optimizer]) -> str:
     """A table's problem, which names the owner where the key is another optimizer's."""
     key = next((key for key in keys if problem.startswith(f"{name}.{key} is unknown;")), None)
+    if key and issubclass(wanted, RoleOptimizer) and key in {f.name for f in fields(wanted().rest)}:
+        return f"{name}.{key} is a key of {name}.rest, the optimizer of the other weights; say {name}.rest.{key}"
     owners = [owner for owner, kind in OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
     return f"{name}.{key} is a key of {name}.name={owners[0]}; name that, or leave {key} out" if owners else problem
 

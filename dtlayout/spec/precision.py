@@ -9,6 +9,10 @@ from dtlayout.base.validators import Ranged
 BaseName = Literal["compute", "nf4", "int8"]
 """Names of [precision] base: that of compute, and those of `BASE_FORMATS`."""
 Format = Literal["float64", "float32", "bfloat16", "float16"]
+MasterFormat = Literal["float64", "float32", "bfloat16"]
+"""Formats that hold updates of parameters."""
+_DIGITS: dict[str, int] = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
+"""Bits of a number's digits in each format."""
 ALIGNMENT = 16
 """Divisor of the sizes of a matrix that multiplies below bf16, which kernels ask for."""
 BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -65,7 +69,7 @@ MATMUL_FORMATS: dict[str, MatmulFormat] = {
 class Precision(Ranged, section="precision"):
     """Number formats of mixed precision, as FSDP2 carries it out; where all are equal, nothing is cast."""
 
-    params: Format = "float32"
+    params: MasterFormat = "float32"
     """Format of the master parameters and of the optimizer's state, which are sharded over dp_shard."""
     compute: Format = "bfloat16"
     """Format of parameters and activations in forward and backward. float16 is for GPUs that have no bfloat16; its loss
@@ -85,7 +89,7 @@ class Precision(Ranged, section="precision"):
 
     def find_broken(self) -> list[Refusal]:
         """A refusal for each format that is unknown, or that does not go with another one."""
-        of_masters = [each for each in BYTES if each != "float16"]
+        of_masters = [*get_args(MasterFormat)]
         of_keys = {"params": of_masters, "compute": [*BYTES], "reduce": [*BYTES]}
         broken = [
             Refusal(name, f"precision.{name}={getattr(self, name)!r} is unknown", f"use one of {formats}")
@@ -100,9 +104,13 @@ class Precision(Ranged, section="precision"):
             broken.append(Refusal("reduce", what, "use reduce=float32, or compute=float16"))
         if self.base not in (bases := get_args(BaseName)):
             broken.append(Refusal("base", f"precision.base={self.base!r} is unknown", f"use one of {list(bases)}"))
-        if not broken and BYTES[self.params] < BYTES[self.compute]:
+        if not broken and _DIGITS[self.params] < _DIGITS[self.compute]:
             what = f"precision.params={self.params} is coarser than precision.compute={self.compute}"
-            advice = f"use params={self.compute} or finer"
+            enough = min(
+                (each for each in get_args(MasterFormat) if _DIGITS[each] >= _DIGITS[self.compute]),
+                key=_DIGITS.__getitem__,
+            )
+            advice = f"use params={enough} or finer"
             broken.append(Refusal("params", f"{what}: the masters would lose what the step computed", advice))
         if self.matmuls not in (known := ("compute", *MATMUL_FORMATS)):
             what = f"precision.matmuls={self.matmuls!r} is unknown"

@@ -16,6 +16,11 @@ _OF_A_SEQUENCE = 65536.0
 """First factor in a batch of one sequence, GradScaler's."""
 
 
+def halve(factor: float) -> float:
+    """The factor after an overflow, 1 at least."""
+    return max(1.0, factor / 2)
+
+
 class LossScale:
     """The factor of the next step's loss."""
 
@@ -34,12 +39,12 @@ class LossScale:
         return cls(config.train.loss_scale or usual, config.train.loss_scale_steps)
 
     def add(self, result: StepResult) -> None:
-        """Count a step: the factor is then that of the step after it."""
-        if not result.is_finite:
-            self.value, self.num_fine = max(1.0, self.value / 2), 0
-            return
-        self.num_fine += 1
-        if self.num_fine == self.num_steps:
+        """Count a step: the factor is then that of the step after it. A loss that is not finite says nothing of it."""
+        if result.overflows:
+            self.value, self.num_fine = halve(self.value), 0
+        elif result.is_finite:
+            self.num_fine += 1
+        if self.num_fine >= self.num_steps:  # a resumed run may ask for fewer
             self.value, self.num_fine = 2 * self.value, 0
 
     def to_dict(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_fp8_is_refused_where_it_cannot_be():
     fp8, lora = {"matmuls": "fp8-rowwise"}, {"rank": 4}
     narrow = {"hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 40}
     rows = {
-        "precision.matmuls=fp8-rowwise beside experts can be predicted, not trained; use precision.matmuls=compute":
+        "precision.matmuls=fp8-rowwise beside experts is nothing that dtlayout has; use precision.matmuls=compute":
             config_with({"experts": EXPERTS}, precision=fp8),
         "precision.matmuls=fp8-rowwise casts weights in the compute format, and precision.base=nf4 has none; use "
         "precision.base=compute or precision.matmuls=compute":
@@ -163,3 +163,28 @@ def test_problems_of_every_owner_come_at_once():
     found = problems_of(config)
     places = [next(i for i, problem in enumerate(found) if problem.startswith(start)) for start in starts]
     assert places == sorted(places)
+
+
+def test_sections_that_would_change_nothing_or_round_are_refused_together():
+    muon, lora, fp16 = {"name": "muon"}, {"rank": 4}, {"compute": "float16"}
+    rows = {
+        "optimizer.name=muon would update nothing: no weight of role expert or matrix in a block is trained; "
+        "use optimizer.name=adamw": {"optimizer": muon, "adapter": lora},
+        "train.loss_scale=8 scales no loss in precision.compute=bfloat16; use loss_scale=0": {
+            "train": {"loss_scale": 8},
+        },
+        "train.loss_scale=12 is no power of two from 1 on, so that it would round gradients; use loss_scale=16": {
+            "train": {"loss_scale": 12}, "precision": fp16,
+        },
+        "train.loss_scale=0.5 is no power of two from 1 on, so that it would round gradients; use loss_scale=1": {
+            "train": {"loss_scale": 0.5}, "precision": fp16,
+        },
+    }  # fmt: skip
+    for problem, sections in rows.items():
+        assert problem in problems_of(
+            config_with({}, **{**sections, "train": {"steps": 3, **sections.get("train", {})}})
+        )
+    fine = config_with({}, optimizer=muon, precision=fp16, train={"steps": 3, "loss_scale": 1024})
+    assert check_layout(fine, 1).tp == 1
+    with pytest.raises(InvalidLayout, match="muon iterates in bfloat16, which v100-32g-sxm does not multiply"):
+        check_layout(fine, 1, device_of(find_gpu("v100-32g-sxm")))

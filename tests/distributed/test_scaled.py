@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parity import (
+    BF16,
     SHAPE,
     Case,
     Outcome,
@@ -136,3 +137,5 @@ def test_adapters_lie_beside_frozen_matmuls_in_fp8(ranks4: Ranks) -> None:
         ranks4.run(find_loss, case_of(layout, "fp8-tensorwise", model=model, num_steps=2)) for layout in (split, whole)
     )
     assert found == pytest.approx(expected, rel=1e-4)
+    in_bf16 = ranks4.run(find_loss, Case(whole, model=model, precision=BF16, num_steps=2))
+    assert all(abs(loss / other - 1) > 1e-6 for loss, other in zip(expected, in_bf16, strict=True))

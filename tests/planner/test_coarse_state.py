@@ -19,7 +19,7 @@ from dtlayout.planner.suggestions import list_ways_to_fit
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.optimizers import SGD, AdamW, Muon
 from dtlayout.spec.precision import Precision
 
 ON_ONE = ("--gpu", "h200-141g-sxm", "--gpus", "1", "--seq-len", "4096", "--global-batch", "4")
@@ -91,3 +91,10 @@ def test_nothing_is_offered_where_it_spares_nothing_or_is_refused():
     coarse = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
     assert find_coarse_state(replace(dense, precision=coarse)) is None
     assert find_coarse_state(replace(dense, optimizer=SGD())).option == "--optimizer sgd,state_format=bfloat16"
+
+
+def test_the_option_keeps_what_was_asked_of_the_optimizer():
+    asked = replace(scenario(), optimizer=Muon(lr=0.01, rest=AdamW(beta2=0.9)))
+    coarse = find_coarse_state(asked)
+    assert coarse is not None
+    assert coarse.option == "--optimizer muon,lr=0.01,rest.beta2=0.9,rest.state_format=bfloat16"

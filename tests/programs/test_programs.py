@@ -322,6 +322,7 @@ GAPS = [
         for engine in PROGRAMS
     ),
     ("torchtitan", {"compute": "float16"}, "precision.compute=float16 is no choice of mixed_precision_param"),
+    ("automodel", {"compute": "float16"}, "precision.compute=float16 is written as bfloat16"),
     ("nanotron", {}, "model.rope_scaling is left out"),
 ]
 

@@ -156,3 +156,20 @@ def test_a_name_that_is_unknown_or_taken_is_refused(monkeypatch):
     assert (list(optimizers.OPTIMIZERS), find_optimizer("adam")) == (["adamw", "sgd", "muon", "adam"], Adam)
     with pytest.raises(InvalidConfig, match=r"^an optimizer called 'adam' is there already; register it under another"):
         register_optimizer(Adam)
+
+
+def test_given_keys_make_the_same_optimizer_again_and_problems_name_the_nested_table():
+    of_two = Muon(lr=0.01, rest=SGD(lr=0.1))
+    for optimizer in (AdamW(), AdamW(beta2=0.9, state_format="bfloat16"), of_two, Muon(rest=AdamW(beta1=0.8))):
+        table: dict = {"name": optimizer.name}
+        for key, value in optimizer.given.items():
+            nested, _, last = key.rpartition(".")
+            (table.setdefault(nested, {}) if nested else table)[last] = value
+        assert Optimizer.parse(table, "optimizer") == optimizer
+    assert of_two.given == {"lr": 0.01, "rest.name": "sgd", "rest.lr": 0.1}
+    for table, said in (
+        ({"rest": {"state_format": "bfloat16", "beta2": 0.999}}, "optimizer.rest.beta2=0.999 takes"),
+        ({"state_format": "bfloat16"}, "optimizer.state_format is a key of optimizer.rest, the optimizer of the other"),
+    ):
+        with pytest.raises(InvalidConfig, match=f"^{said}"):
+            Optimizer.parse({"name": "muon", **table}, "optimizer")

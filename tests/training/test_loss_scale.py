@@ -37,6 +37,16 @@ def test_it_halves_at_each_overflow_down_to_one_and_doubles_after_steps_in_a_row
     assert seen == [4, 4, 2, 2, 4, 4, 2, 1, 1, 1, 2]
 
 
+def test_a_loss_that_is_not_finite_leaves_it_and_a_resume_that_asks_for_fewer_steps_doubles_it_at_once():
+    scale, again = LossScale(8.0, 5), LossScale(8.0, 2)
+    for result in (FINE, FINE, FINE, replace(FINE, loss=math.nan)):
+        scale.add(result)
+    assert (scale.value, scale.num_fine) == (8.0, 3)
+    again.restore(scale.to_dict())
+    again.add(FINE)
+    assert (again.value, again.num_fine) == (16.0, 0)
+
+
 def test_json_keeps_each_bit_of_it_and_a_run_that_did_not_scale_gives_none():
     scale, again, new = LossScale(0.1 + 2**40, 5), LossScale(8.0, 5), LossScale(8.0, 5)
     for _ in range(3):

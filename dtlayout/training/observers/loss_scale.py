@@ -1,6 +1,7 @@
 """Observer: says which steps overflow at the loss's factor, and lets the factor count each step."""
 
 from dtlayout.checkpoint.optimizer_state import fill_state
+from dtlayout.training.loss_scale import halve
 from dtlayout.training.observer import ObservedStep, Observer
 from dtlayout.training.records import Records
 from dtlayout.training.trainer import Trainer
@@ -19,7 +20,7 @@ class LossScaleObserver(Observer):
         self.records.skipped.append(step.number)
         self.records.display.say(
             f"step {step.number}: gradients overflow at the loss scale {step.result.loss_scale:g}: nothing is updated; "
-            f"it is {step.result.loss_scale / 2:g} from now on"
+            f"it is {halve(step.result.loss_scale):g} from now on"
         )
         # A checkpoint has the state of every trained parameter.
         trainer, config = self.trainer, self.trainer.config
