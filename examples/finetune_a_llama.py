@@ -47,7 +47,7 @@ chats = ("--data.messages_field=messages", "--data.samples=padded", "--data.max_
 chats = (*chats, f"--data.chat_template={folder}/chat.jinja")
 train("taught", f"{folder}/further/hf", f"--data.source={folder}/chats.jsonl", *chats)
 
-lora = ("--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--train.steps=100")
+lora = ("--layout.tp=1", "--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--train.steps=100")
 train("lora", f"{folder}/taught/hf", f"--data.source={folder}/at_night.jsonl", *chats, *lora)
 dtlayout("convert", f"{folder}/lora", f"{folder}/merged", "--merge")
 

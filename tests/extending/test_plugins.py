@@ -25,7 +25,7 @@ def run(plugins: str) -> subprocess.CompletedProcess[str]:
 def test_what_they_register_is_there_without_torch():
     done = run("tests.extending.plugins.lion, tests.extending.plugins.internlm, tests.extending.plugins.my_observer,")
     families = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "internlm"]
-    assert done.stdout.split() == [*families, "adamw", "sgd", "lion", "False"], done.stderr
+    assert done.stdout.split() == [*families, "adamw", "sgd", "muon", "lion", "False"], done.stderr
 
 
 def test_one_that_is_not_there_ends_the_process_with_the_variables_name():

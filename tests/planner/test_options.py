@@ -138,6 +138,7 @@ def is_what_it_does(scenario, own, name, value):
     # Below bf16 a step that waits for the host, and whose weights are gathered as before, takes as long.
     return (
         does
+        or (name, value) == ("compute", "float16")  # as large as bf16, and as fast
         or (name == "matmuls" and MATMUL_FORMATS[value].gathered_bytes == 2.0)
         or ((vars(own.layout) | vars(own.kernels)).get(name) == value)
     )

@@ -77,7 +77,7 @@ def offline(monkeypatch):
 def test_every_number_of_a_step_has_a_name_and_what_was_not_measured_has_none():
     of_experts = {
         "fullest_expert": 1.5, "fullest_expert_block": 3, "expert_imbalance": 1.2, "router_entropy": 2.0,
-        "router_square": 4.0,
+        "router_square": 4.0, "loss_scale": 8.0,
     }  # fmt: skip
     named = name_numbers(metrics(1, mfu=0.5, peak_memory_bytes=7, validation_loss=1.5, **of_experts))
     assert len(named) == len(fields(StepMetrics)) - 2, "the step is where it stands, and the layout is no number"
@@ -85,7 +85,7 @@ def test_every_number_of_a_step_has_a_name_and_what_was_not_measured_has_none():
     assert (named["memory/peak_memory_bytes"], named["speed/tokens_per_s"], named["train/tokens"]) == (7, 512.0, 128)
     assert named.keys() - name_numbers(metrics(1)).keys() == {
         "speed/mfu", "memory/peak_memory_bytes", "validation/loss", "experts/fullest", "experts/fullest_block",
-        "experts/imbalance", "experts/entropy", "experts/square",
+        "experts/imbalance", "experts/entropy", "experts/square", "train/loss_scale",
     }  # fmt: skip
 
 

@@ -270,12 +270,13 @@ class Sizes:
         return sum(entry.saved for entry in self.tape)
 
     def in_forward(self, recompute: Recompute, layer: int, *, has_backward: bool = True) -> float:
-        """Held by a block's forward at its fullest. Without a backward it saves nothing."""
+        """Held by a block's forward at its fullest. Without a backward it saves nothing, but recomputation keeps the
+        same results until the forward is over."""
         if self.has_own_mixture:
             how = (recompute, layer) if has_backward or recompute.covers(layer) else (_FULL, 0)
             return max(self.in_first_branch, self.in_experts(*how)[1])
         stays: list[dict[str, float]] = [{}] * len(self.tape)
-        if has_backward and recompute.covers(layer):
+        if recompute.covers(layer):
             kept = self.list_kept(recompute)
             stays = [
                 {name: kept[name] for name in (*entry.results, *entry.makes) if name in kept} for entry in self.tape
