@@ -100,7 +100,7 @@ def names_in(folder: Path) -> list[str]:
     ("saved_as", "model", "settings"),
     [
         thorough((Layout(pp=2, dp_shard=2), TIED, ADAMW)),
-        (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW),
+        thorough((Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW)),
         thorough((Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW)),
         (Layout(dp_shard=4, ep=4), BALANCED, AdamW(state_format="bfloat16")),
         thorough((Layout(dp_shard=4, ep=4), BALANCED, ADAMW)),

@@ -64,12 +64,13 @@ MODELS = {
 }
 SELDOM = (
     "zero 1", "tp alone", "tp and cp", "pp", "pp and tp", "split backwards of copies", "split backwards in a V",
+    "offloaded",
 )  # fmt: skip
 """Layouts whose axes others have too."""
 RESCALED = tuple(name for name in LAYOUTS if name not in ("zero 3", "hsdp", "cp by heads", "interleaved", "offloaded"))
 """Layouts with (IA)³ too: what it adds is a vector, placed like LoRA's matrices."""
 FIVE_UPDATES = (*SELDOM, "tp with sequence parallelism")
-QUANTIZED = ("zero 3", "tp with sequence parallelism", "split backwards")
+QUANTIZED = ("zero 3", "split backwards")
 """Layouts that always run with a quantized base."""
 
 

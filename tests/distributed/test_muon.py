@@ -186,7 +186,7 @@ PEAKS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "most_elements"), mostly_thorough(product(PEAKS, (1 << 26, 1 << 15)), lambda i, _: i in (0, 3))
+    ("name", "most_elements"), mostly_thorough(product(PEAKS, (1 << 26, 1 << 15)), lambda i, _: i == 3)
 )
 def test_the_peak_of_an_update_is_predicted_dry_and_measured_alike(
     ranks4: Ranks, name: str, most_elements: int
