@@ -23,9 +23,9 @@ TOP = len(FOLDERS)
 """The place of `cli` and `launch`, which lie in no folder."""
 
 WITH_TORCH = [  # modules or folders that may import torch; all others plan, predict and refuse without it
-    "ops.*", "models.adapted", "models.llama", "models.feed_forward", "measure.*", "mesh.build", "plans.apply",
-    "plans.collectives", "plans.context", "plans.attention_tiles", "plans.experts", "plans.fsdp", "plans.init",
-    "plans.offload", "plans.overlap", "plans.quantize", "plans.scale", "plans.styles",
+    "ops.*", "models.adapted", "models.llama", "models.feed_forward", "measure.*", "mesh.build", "mesh.parts",
+    "plans.apply", "plans.collectives", "plans.context", "plans.attention_tiles", "plans.experts", "plans.fsdp",
+    "plans.init", "plans.offload", "plans.overlap", "plans.quantize", "plans.scale", "plans.styles",
     "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
     "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "cli", "launch",
 ]  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from dtlayout.mesh.parts import local_part
 
 
 class HostCopies:
@@ -46,7 +47,7 @@ class HostCopies:
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            _local(self._copies[name]).copy_(_local(tensor), non_blocking=True)
+            local_part(self._copies[name]).copy_(local_part(tensor), non_blocking=True)
 
     def _wait(self, made: torch.cuda.Event, _: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made.synchronize()
@@ -57,7 +58,3 @@ class HostCopies:
         if self._made is not None:
             torch.cuda.current_stream().wait_event(self._made)
             self._made = None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

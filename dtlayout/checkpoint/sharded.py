@@ -48,12 +48,10 @@ from dtlayout.models.files import strip_training
 from dtlayout.models.weights import list_weights
 from dtlayout.plans.init import find_place
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.optimizers import Optimizer
+from dtlayout.spec.optimizers import STATE_FORMAT, Optimizer
 
 UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
 """Errors of reading a checkpoint that are the checkpoint's."""
-_STATE_FORMAT = "state_format"
-"""The key of [optimizer] that says the format of its state."""
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
@@ -304,7 +302,7 @@ def load_checkpoint(
     try:
         state = _read_state(path)
         step, saved_optimizer = state["step"], state.get("optimizer", {})
-        usual = {_STATE_FORMAT: [""] * len(settings.parts)}
+        usual = {STATE_FORMAT: [""] * len(settings.parts)}
         kept_settings = {} if saved_optimizer is None else usual | dict(saved_optimizer)
     except (ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
@@ -364,9 +362,9 @@ def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
 
     Formats of state are there where `optimizer.state_format` is given.
     """
-    formats = [getattr(part, _STATE_FORMAT, "") for part in settings.parts]
+    formats = [getattr(part, STATE_FORMAT, "") for part in settings.parts]
     described = {"name": ", ".join(part.name for part in settings.parts), "state": _list_kinds(settings)}
-    return {**described, _STATE_FORMAT: formats} if any(formats) else described
+    return {**described, STATE_FORMAT: formats} if any(formats) else described
 
 
 def _list_kinds(settings: Optimizer) -> list[str]:

@@ -11,9 +11,10 @@ from dtlayout.commands.case import add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
-from dtlayout.planner.coarse_state import KEY, MEANING
+from dtlayout.planner.coarse_state import MEANING
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.records.intervals import find_intervals
+from dtlayout.spec.optimizers import STATE_FORMAT
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
@@ -129,7 +130,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
     now, growth = explanation.estimate, explanation.growth
     if explanation.changes:
         rows = align([["change", "step, s", "", "peak"], *(_row(c, now) for c in explanation.changes)])
-        notes = {" ".join(c.overrides): MEANING for c in explanation.changes if c.knob == KEY}
+        notes = {" ".join(c.overrides): MEANING for c in explanation.changes if c.knob == STATE_FORMAT}
         return [*rows, *(f"{asked} {meaning}" for asked, meaning in notes.items())]
     if now.fits:
         return ["no single change is predicted to be faster"]

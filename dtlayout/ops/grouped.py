@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_impls import register_op_impl
 from torch.autograd import Function
 
-from dtlayout.ops.linear import Delay
+from dtlayout.ops.linear import Delay, make_at_once
 
 
 class GroupedMatmul(NamedTuple):
@@ -40,7 +40,7 @@ def multiply_groups(
     ends: Tensor,
     kernel: GroupedMatmul,
     scores: Tensor | None = None,
-    delay: Delay = lambda make: make(),
+    delay: Delay = make_at_once,
 ) -> Tensor:
     """Each row of x [R, D] times its expert's matrix of weight [E, N, D], transposed → [R, N].
 

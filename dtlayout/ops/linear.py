@@ -21,6 +21,11 @@ Delay = Callable[[MakeGradient], Tensor | None]
 """How a weight's gradient is made → that gradient, or None where it comes later."""
 
 
+def make_at_once(make: MakeGradient) -> Tensor | None:
+    """The delay that delays nothing."""
+    return make()
+
+
 def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Each `linear(x)`: matmuls that read one tensor; a plan may overlap them with gathering that tensor."""
     return tuple(linear(x) for linear in linears)

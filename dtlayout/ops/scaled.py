@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from dtlayout.ops.linear import Delay, MakeGradient
+from dtlayout.ops.linear import Delay, make_at_once
 from dtlayout.spec.precision import ALIGNMENT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -52,10 +52,6 @@ class Scaled(NamedTuple):
         return Scaled(self.values.t(), self.scale.t())
 
 
-def _at_once(make: MakeGradient) -> Tensor | None:
-    return make()
-
-
 def _alone(largest: Tensor) -> Tensor:
     return largest
 
@@ -64,7 +60,7 @@ def multiply_tensorwise(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    delay: Delay = _at_once,
+    delay: Delay = make_at_once,
     share: Share = _alone,
     share_gradient: Share = _alone,
 ) -> Tensor:
@@ -77,7 +73,7 @@ def multiply_tensorwise(
     return output if bias is None else output + bias
 
 
-def multiply_rowwise(x: Tensor, weight: Tensor, bias: Tensor | None = None, delay: Delay = _at_once) -> Tensor:
+def multiply_rowwise(x: Tensor, weight: Tensor, bias: Tensor | None = None, delay: Delay = make_at_once) -> Tensor:
     """x·wᵀ + b […, N] of x […, D], weight [N, D] and bias [N], with a scale for each row along the sum.
 
     Backward hands `delay` how the weight's gradient is made.

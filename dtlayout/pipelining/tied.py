@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dtlayout.mesh.axes import PP
+from dtlayout.mesh.parts import local_part
 from dtlayout.schedules.placement import Placement
 
 
@@ -59,4 +59,4 @@ def _find_parameter(modules: Sequence[nn.Module], name: str) -> nn.Parameter:
 def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:
     gradient = _find_parameter(modules, name).grad
     assert gradient is not None, "both ends of the model are used in every microbatch"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_part(gradient)

@@ -5,11 +5,9 @@ from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.spec.optimizers import Optimizer, RoleOptimizer, StateFormat
+from dtlayout.spec.optimizers import STATE_FORMAT, Optimizer, RoleOptimizer, StateFormat
 from dtlayout.spec.precision import BYTES
 
-KEY = "state_format"
-"""The key of an optimizer that says the format of its state."""
 COARSE: StateFormat = "bfloat16"
 MEANING = "keeps the optimizer's state in bf16, which changes the numbers a little"
 
@@ -45,8 +43,8 @@ def find_coarse_state(scenario: Scenario) -> CoarseState | None:
 def _coarsen(optimizer: Optimizer) -> tuple[Optimizer, list[str]]:
     """The optimizer with its state in bf16, and the keys that say so."""
     keys = list[str]()
-    if any(each.name == KEY for each in fields(optimizer)):
-        optimizer, keys = replace(optimizer, state_format=COARSE), [KEY]  # type: ignore[call-arg]
+    if any(each.name == STATE_FORMAT for each in fields(optimizer)):
+        optimizer, keys = replace(optimizer, state_format=COARSE), [STATE_FORMAT]  # type: ignore[call-arg]
     if isinstance(optimizer, RoleOptimizer):
         rest, more = _coarsen(optimizer.rest)
         optimizer, keys = replace(optimizer, rest=rest), [*keys, *(f"rest.{key}" for key in more)]

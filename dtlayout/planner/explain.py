@@ -14,11 +14,12 @@ from math import inf
 from dtlayout.base.refusals import show_value
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
-from dtlayout.planner.coarse_state import KEY, find_coarse_state
+from dtlayout.planner.coarse_state import find_coarse_state
 from dtlayout.planner.fine_tuning import list_fine_tunings
 from dtlayout.planner.neighbours import find_moves, find_splits, grow, other_kernels
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import STATE_FORMAT
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be named; measured steps vary by as much."""
@@ -117,7 +118,7 @@ def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
     gaining = [c for c in _try_moves(estimator, now) if now.step_time_s - c.estimate.step_time_s > least_s]
     coarse = None if now.fits else find_coarse_state(estimator.scenario)
     if coarse and _fits(other := Estimator(coarse.scenario), now.layout, now.kernels):
-        gaining.append(Change(KEY, coarse.overrides, other.estimate(now.layout, now.kernels)))
+        gaining.append(Change(STATE_FORMAT, coarse.overrides, other.estimate(now.layout, now.kernels)))
     best: dict[str, Change] = {}
     for change in sorted(gaining, key=lambda c: c.estimate.step_time_s):
         best.setdefault(change.knob, change)

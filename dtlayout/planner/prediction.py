@@ -10,7 +10,6 @@ from dtlayout.config.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario, fullest_share
-from dtlayout.planner.coarse_state import KEY
 from dtlayout.planner.explain import Change, explain
 from dtlayout.records.intervals import find_intervals
 from dtlayout.records.run import Predicted
@@ -18,6 +17,7 @@ from dtlayout.spec.cluster import Cluster, Gpu, is_slice, why_unknown
 from dtlayout.spec.device import device_of
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import STATE_FORMAT
 
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
@@ -142,5 +142,5 @@ def describe_peak(predicted: Estimate, scenario: Scenario) -> str:
 
 
 def _describe_change(change: Change) -> str:
-    numbers = ", which changes the numbers" * (change.knob == KEY)
+    numbers = ", which changes the numbers" * (change.knob == STATE_FORMAT)
     return f"{' '.join(change.overrides)} ({change.estimate.peak_bytes / GIB:.1f} GiB{numbers})"

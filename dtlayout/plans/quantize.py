@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.torch_version import TorchVersion
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.mesh.parts import local_part
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.quantized import QuantizedRows, multiply_quantized
 from dtlayout.plans.plan import match_names
@@ -66,7 +67,7 @@ def quantize_linears(module: nn.Module, patterns: Sequence[str], name: str) -> N
             linear.__class__ = SplittableLinear
         assert isinstance(linear, SplittableLinear) and not linear.weight.requires_grad, "frozen linear layers alone"
         weight = linear.weight
-        columns = weight.to_local().shape[1] if isinstance(weight, DTensor) else weight.shape[1]
+        columns = local_part(weight).shape[1]
         codes = _make_like(weight, base_format.code_columns(columns), torch.uint8)
         scales = _make_like(weight, base_format.scale_columns(columns), weight.dtype)
         linear.weight = nn.Parameter(codes, requires_grad=False)

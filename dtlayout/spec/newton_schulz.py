@@ -47,16 +47,16 @@ class Bucket(NamedTuple):
     """For each rank the places of the matrices that it iterates; equal sizes lie beside each other."""
 
 
-def plan_buckets(shapes: Sequence[Sides], num_ranks: int, most_elements: int | None = None) -> list[Bucket]:
+def plan_buckets(shapes: Sequence[Sides], num_ranks: int) -> list[Bucket]:
     """Buckets that hold every matrix once, the largest matrices first, their FLOPs spread evenly over the ranks.
 
-    A bucket has a matrix for each rank, and more while they stay below `most_elements` for each, by default
-    `BUCKET_ELEMENTS`. Every rank finds the same.
+    A bucket has a matrix for each rank, and more while they stay below `BUCKET_ELEMENTS` for each. Every
+    rank finds the same.
 
     >>> plan_buckets([(1, 2), (2, 4), (4, 2)], num_ranks=2)
     [Bucket(owned=((1, 0), (2,)))]
     """
-    most = num_ranks * (BUCKET_ELEMENTS if most_elements is None else most_elements)
+    most = num_ranks * BUCKET_ELEMENTS
     order = sorted(range(len(shapes)), key=lambda i: (-iteration_flops(shapes[i], 1), sorted(shapes[i]), i))
     buckets: list[Bucket] = []
     held, elements = list[int](), 0

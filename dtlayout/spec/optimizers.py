@@ -21,6 +21,8 @@ _SCHEDULE = ("min_lr_ratio", "warmup_steps", "decay_steps", "max_norm")
 """Keys that count for all weights of a model, whichever optimizer updates them."""
 StateFormat = Literal["", "bfloat16"]
 """Formats of [optimizer] state_format; the empty one is that of the parameters."""
+STATE_FORMAT = "state_format"
+"""The key of an optimizer that says the format of its state."""
 _BF16_SPACING = 2.0**-8
 """Largest relative change of a number that can round to nothing in bf16, which keeps eight bits of it."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
+
+from dtlayout.mesh.parts import local_part
 
 _CHUNK = 1 << 20
 """Elements whose moments are converted at a time: enough of them for all threads of a host."""
@@ -53,7 +54,7 @@ class CoarseAdamW(torch.optim.Optimizer):
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             values, slopes, exp_avgs, exp_avg_sqs = (
-                [_local(each) for each in tensors]
+                [local_part(each) for each in tensors]
                 for tensors in (
                     parameters,
                     [parameter.grad for parameter in parameters],
@@ -100,10 +101,6 @@ def _update_in_chunks(
         torch._fused_adamw_([values], [slopes], [exp_avg_chunk], [exp_avg_sq_chunk], [], [step], **settings)
         for mine, moment in zip(kept, moments, strict=True):
             mine.copy_(moment)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class CoarseSGD(torch.optim.SGD):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtlayout.mesh.axes import PP
+from dtlayout.mesh.parts import local_part
 
 
 def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> Tensor:
@@ -22,7 +23,7 @@ def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_copies[stage_ranks // _count_shards(parameter.grad)].append(_local(parameter.grad))
+            by_copies[stage_ranks // _count_shards(parameter.grad)].append(local_part(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for copies, gradients in by_copies.items():
         total += torch.nn.utils.get_total_norm(gradients).to(torch.float64).square() / copies
@@ -32,14 +33,10 @@ def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
     """Divide all gradients by the `loss_scale` that they have, and scale them so that their global `norm` is at most
     `max_norm`; `norm` is that of the divided ones."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     if gradients:
         torch._foreach_mul_(gradients, scale.to(gradients[0]))  # which may lie on the host
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _count_shards(gradient: Tensor) -> int:

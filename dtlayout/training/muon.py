@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtlayout.mesh.build import open_joint_group
+from dtlayout.mesh.parts import local_part
 from dtlayout.plans.collectives import Group, begin_exchange, wait
 from dtlayout.spec.newton_schulz import COEFFICIENTS, SCALES, Bucket, Sides, plan_buckets
 
@@ -104,7 +105,7 @@ class ShardedMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["params"]:
                 directions |= self._move_momentum(group["params"], is_left_out)
-                weights = [local(parameter) for parameter in group["params"]]
+                weights = [local_part(parameter) for parameter in group["params"]]
                 torch._foreach_mul_(weights, _keep(1 - group["lr"] * group["weight_decay"], weights[0], is_left_out))
         for team in self._teams:
             for bucket in team.buckets:
@@ -117,9 +118,9 @@ class ShardedMuon(torch.optim.Optimizer):
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        kept = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        kept = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         pairs = zip(parameters, kept, strict=True)
-        gradients = [torch.zeros_like(buffer) if p.grad is None else local(p.grad) for p, buffer in pairs]
+        gradients = [torch.zeros_like(buffer) if p.grad is None else local_part(p.grad) for p, buffer in pairs]
         if is_left_out is not None:
             for gradient in gradients:
                 gradient.masked_fill_(is_left_out, -0.0)
@@ -154,7 +155,7 @@ class ShardedMuon(torch.optim.Optimizer):
             tiles.masked_fill_(is_left_out, 0.0)  # of which a negative multiple is added
         for matrix, tile in zip(order, tiles.split(sizes), strict=True):
             rate = matrix.settings["lr"] * self.scale(*matrix.shape)
-            weight = matrix.take(local(matrix.parameter))
+            weight = matrix.take(local_part(matrix.parameter))
             weight.add_(tile.view(weight.shape), alpha=-rate)
 
     def _iterate_tiles(self, alike: list[tuple[Matrix, list[Tensor]]]) -> None:
@@ -194,11 +195,6 @@ def orthogonalize(batch: list[Tensor], *, steps: int, eps: float) -> Tensor:
     return x
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor. FSDP2 moves that of a parameter in its first forward, so nobody keeps it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _pack(tiles: Sequence[Tensor]) -> Tensor:
     """Tiles one after the other, in the format in which they are sent and iterated."""
     first = tiles[0]
@@ -232,7 +228,7 @@ def _make_teams(param_groups: Sequence[dict[str, Any]]) -> list[Team]:
                 group = Group(joint.group_name, joint.size(), joint.rank())
             groups.setdefault(ranks, group)
             shape = parameter.shape[-2], parameter.shape[-1]
-            places = [None] if parameter.dim() == 2 else range(local(parameter).shape[0])
+            places = [None] if parameter.dim() == 2 else range(local_part(parameter).shape[0])
             matrices[ranks] += [Matrix(parameter, place, settings, shape, tiles) for place in places]
     return [
         Team(group, matrices[ranks], plan_buckets([each.shape for each in matrices[ranks]], max(1, len(ranks))))
@@ -271,5 +267,5 @@ def _find_tiles(parameter: Tensor) -> tuple[list[int], tuple[Region, ...]]:
         return [at.get(axis, own[axis]) for axis in range(mesh.ndim)]
 
     own_size = tuple(part.stop - part.start for part in find(own))
-    assert own_size == tuple(local(parameter).shape[-2:]), "the parameter is split as its placements say"
+    assert own_size == tuple(local_part(parameter).shape[-2:]), "the parameter is split as its placements say"
     return axes, tuple(find(along(places)) for places in product(*(range(mesh.size(axis)) for axis in axes)))

@@ -1,6 +1,7 @@
 """Optimizers as values: what each keeps and moves, which values it refuses, and names that are taken."""
 
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -117,7 +118,8 @@ def test_muon_takes_matrices_and_stacks_and_is_refused_where_the_device_has_no_s
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=40), st.integers(1, 6), st.integers(1, 200))
 def test_buckets_hold_each_matrix_once_are_bounded_and_evenly_shared(shapes, num_ranks, most):
-    buckets = plan_buckets(shapes, num_ranks, most)
+    with mock.patch("dtlayout.spec.newton_schulz.BUCKET_ELEMENTS", most):
+        buckets = plan_buckets(shapes, num_ranks)
     assert sorted(place for each in buckets for owned in each.owned for place in owned) == list(range(len(shapes)))
     for each in buckets:
         held = [place for owned in each.owned for place in owned]

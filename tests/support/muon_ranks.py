@@ -58,7 +58,7 @@ def run_by_shards(case: Case) -> Outcome | None:
     def make_teams_of_one(param_groups: list[dict]) -> list[muon.Team]:
         found = []
         for matrix in (matrix for team in make_teams(param_groups) for matrix in team.matrices):
-            rows, columns = muon.local(matrix.parameter).shape[-2:]
+            rows, columns = muon.local_part(matrix.parameter).shape[-2:]
             whole = ((slice(0, rows), slice(0, columns)),)
             found.append(matrix._replace(shape=(rows, columns), tiles=whole))
         return [muon.Team(None, found, plan_buckets([each.shape for each in found], 1))]

@@ -113,11 +113,8 @@ def test_every_parameter_of_every_stage_is_updated_once_and_only_matrices_decay(
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
 
-SETTINGS = [AdamW(), SGD(), SGD(momentum=0.0), SGD(weight_decay=0.1)]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd", "no momentum", "sgd that decays"])
-def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
+def check_later_update(settings):
+    """A later update of a matrix moves and keeps what its optimizer says; the matrix's state then."""
     stage = nn.ModuleDict({"lm_head": nn.Linear(64, 64, bias=False)})
     optimizer = build_optimizer([stage], MODEL, settings)
     (parameter,) = stage.parameters()
@@ -129,8 +126,15 @@ def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
     moved = sum(what.moved_bytes * count for (_, what), count in counter.counts.items())
     assert moved == pytest.approx(parameter.numel() * settings.update_bytes, rel=1e-3)
     assert tracker.current.optimizer == parameter.numel() * settings.state_bytes(4) + settings.step_bytes
-    state = {name for name in optimizer.state[parameter] if name != "step"}
-    assert state == set(settings.state)
+    return optimizer.state[parameter]
+
+
+SETTINGS = [AdamW(), SGD(), SGD(momentum=0.0), SGD(weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd", "no momentum", "sgd that decays"])
+def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
+    assert {name for name in check_later_update(settings) if name != "step"} == set(settings.state)
 
 
 COARSE = [AdamW(state_format="bfloat16", weight_decay=0.2), SGD(state_format="bfloat16")]
@@ -140,17 +144,7 @@ COARSE = [AdamW(state_format="bfloat16", weight_decay=0.2), SGD(state_format="bf
 def test_a_gpus_update_keeps_and_moves_what_is_said_of_state_in_bf16(settings):
     """A dry run's tensors stand for a GPU's, on which one kernel takes both formats."""
     with FakeTensorMode():
-        stage = nn.ModuleDict({"lm_head": nn.Linear(64, 64, bias=False)})
-        optimizer = build_optimizer([stage], MODEL, settings)
-        (parameter,) = stage.parameters()
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        counter = WorkCounter(lambda: None)
-        with StorageTracker([stage], [optimizer], observers=[counter.observe]) as tracker:
-            optimizer.step()
-    moved = sum(what.moved_bytes * count for (_, what), count in counter.counts.items())
-    assert moved == pytest.approx(parameter.numel() * settings.update_bytes, rel=1e-3)
-    assert tracker.current.optimizer == parameter.numel() * settings.state_bytes(4) + settings.step_bytes
+        check_later_update(settings)
 
 
 def test_moments_in_bf16_are_rounded_once_a_step_whatever_chunks_they_are_converted_in(monkeypatch):
