@@ -8,6 +8,7 @@ from typing import TypeVar
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, read_case
+from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
@@ -75,7 +76,18 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
-    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
+    assumed = describe_assumptions(engine.name, to_assumptions(scenario))
+    return [
+        *align(facts, ("<12", "<")),
+        *assumed,
+        "",
+        *memory,
+        "",
+        *time,
+        "",
+        *changes,
+        *_format_fine_tuning(explanation),
+    ]
 
 
 def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
@@ -190,7 +202,7 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         **list_numbers(now),
         "step_time_range_s": said(intervals.step_time.around(now.step_time_s)),
         "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
-        "intervals": intervals.to_dict(),
+        "intervals": intervals.to_dict(), "assumptions": to_assumptions(scenario),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
         "host_memory_bytes": list(now.host_bytes),
         "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),

@@ -7,7 +7,8 @@ The check of our own trainer asks these rules, as the check of any other engine 
 from dataclasses import replace
 
 from dtlayout.base.refusals import Refusal, describe, show_value
-from dtlayout.costmodel.engine import KNOWN_AXES, OWN_ENGINE, Engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine
+from dtlayout.costmodel.engine_features import KNOWN_AXES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
 from dtlayout.spec.base_format import BASE_FORMATS
@@ -26,6 +27,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
     return describe([
         *_check_axes(engine, layout),
         *_check_dispatcher(engine, layout),
+        *_check_ep_overlap(layout),
         *check_schedule(engine, layout.schedule),
         *check_zero(engine, layout.zero, layout.pp),
         *check_recompute(engine, layout.recompute),
@@ -253,11 +255,26 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
 
 
 def _check_dispatcher(engine: Engine, layout: Layout) -> list[Refusal]:
-    """Our own trainer sends copies of tokens to the experts by all-to-alls."""
-    if engine.name != OWN_ENGINE or layout.ep_dispatcher == _OFF.ep_dispatcher:
+    """The engine sends copies of tokens to the experts in this way."""
+    known = engine.features.ep_dispatchers
+    if layout.ep == 1 or layout.ep_dispatcher in known:
         return []
-    asked, use = f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={_OFF.ep_dispatcher}"
-    return [_lack(engine, asked, use)]
+    return [_lack(engine, f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={known[0]}")]
+
+
+def allows_ep_overlap(recompute: str, is_interleaved: bool) -> bool:
+    """Whether tokens can be exchanged beside another microbatch; a pipeline has one where it interleaves stages."""
+    asked = Recompute.parse(recompute)
+    return is_interleaved and (asked.every == 0 or asked.is_selective)
+
+
+def _check_ep_overlap(layout: Layout) -> list[Refusal]:
+    """There is another microbatch to compute meanwhile, and nothing that computes it again as a whole."""
+    is_interleaved = not layout.is_pipelined or layout.virtual_stages > 1
+    if not layout.overlaps_ep or allows_ep_overlap(layout.recompute, is_interleaved):
+        return []
+    what = "layout.ep_overlap takes interleaved stages in a pipeline, and no full recomputation"
+    return [Refusal("ep_overlap", what, "use ep_overlap=false, or virtual_stages=2 and recompute=selective")]
 
 
 def _lack(engine: Engine, asked: str, advice: str) -> Refusal:

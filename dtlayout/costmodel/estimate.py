@@ -301,7 +301,7 @@ class Estimator:
 
     def delay_s(self, layout: Layout) -> float:
         """Seconds that a stage waits for a message beside its own work; blocking ones are part of the sender's."""
-        return 0.0 if self.scenario.engine.features.blocking_messages else send_s(self.scenario, layout)
+        return send_s(self.scenario, layout) if self.scenario.engine.features.overlap_pp else 0.0
 
     def fixed_s(self, m: int, peak_bytes: float) -> float:
         """Seconds of a step of m microbatches beside its work: fixed time, and an allocator short of memory."""

@@ -20,13 +20,15 @@ from dtlayout.spec.recompute import Recompute
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 OFFLOADS = ("none", "activations", "optimizer", "both")
 """Values of `layout.offload`."""
+DISPATCHERS = ("alltoall", "deepep")
+"""Values of `layout.ep_dispatcher`."""
 NEEDED_DEGREE = {
     "cp_method": "cp", "sequence_parallel": "tp", "tp_overlap": "tp", "ep_overlap": "ep", "ep_dispatcher": "ep",
     "schedule": "pp",
 }  # fmt: skip
 """Key → the degree that has to be above 1 for the key to have an effect."""
 _CHOICES: dict[str, Collection[Any]] = {
-    "zero": (1, 2, 3), "cp_method": CONTEXT_METHODS, "ep_dispatcher": ("alltoall", "deepep"),
+    "zero": (1, 2, 3), "cp_method": CONTEXT_METHODS, "ep_dispatcher": DISPATCHERS,
     "offload": OFFLOADS,
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from dtlayout.costmodel.compute import (
     matmul_s,
     recompute_time,
 )
-from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout

@@ -9,7 +9,7 @@ from small import scenario as dense_scenario
 from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.comm import exchange_s
 from dtlayout.costmodel.compute import block_ep_s, block_time, recompute_time
-from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2.blocks import Recomputed, WeightGradients, block_backward, block_forward
 from dtlayout.costmodel.fsdp2.phase import sequence
@@ -190,7 +190,7 @@ def test_torch_does_not_compute_the_experts_last_matmul_again():
 
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_have_the_same():
-    setting, features = scenario(EIGHT), Features(overlaps_reduction=False)
+    setting, features = scenario(EIGHT), Features(overlap_dp=False)
     setting = replace(setting, engine=replace(setting.engine, features=features))
 
     def dp_s(layout: Layout, n: float, of_experts: float) -> float:
