@@ -33,6 +33,8 @@ from dtlayout.training.step import TrainStep
 MIXTURE = replace(
     SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1, imbalance=1.5)
 )
+SHALLOW = replace(SHAPE, num_layers=1)
+"""For what is the same in each block."""
 LORA, IA3 = Adapter(rank=8), Adapter(method="ia3")
 TENSORWISE, ROWWISE = (replace(BF16, matmuls=name) for name in ("fp8-tensorwise", "fp8-rowwise"))
 WIDE = replace(SHAPE, hidden_size=128, ffn_size=256, adapter=LORA)
@@ -159,8 +161,8 @@ def count_all(report: RankReport) -> Counter[tuple[str, bool, object]]:
 
 @pytest.mark.parametrize("method", mostly_thorough(CONTEXT_METHODS, lambda i, _: i == 0))
 def test_ranks_that_share_a_sequence_compute_what_one_does(method: str) -> None:
-    alone = rehearse(Case(Layout(), global_batch=2), [0])[0]
-    shared = rehearse(Case(Layout(cp=4, cp_method=method), global_batch=2), range(4))  # type: ignore[arg-type]
+    alone = rehearse(Case(Layout(), global_batch=2, model=SHALLOW), [0])[0]
+    shared = rehearse(Case(Layout(cp=4, cp_method=method), global_batch=2, model=SHALLOW), range(4))  # type: ignore[arg-type]
     for module, flops in alone.flops.items():
         assert sum(report.flops[module] for report in shared.values()) == flops, module
 
@@ -180,7 +182,7 @@ def test_a_schedule_from_outside_is_known_to_the_processes_of_a_dry_run() -> Non
         assert sent == {"send": 2 * 4, "recv": 2 * 4}
 
 
-PLANTED = Case(Layout(dp_shard=2, tp=2), precision=BF16)
+PLANTED = Case(Layout(dp_shard=2, tp=2), precision=BF16, model=SHALLOW)
 
 
 def test_what_is_planted_changes_the_report_by_exactly_its_bytes() -> None:
@@ -193,7 +195,7 @@ def test_what_is_planted_changes_the_report_by_exactly_its_bytes() -> None:
 
 def test_flops_are_those_of_theory() -> None:
     """Forward and twice that backward; attention counts whole, and 2.5 times backward."""
-    case = Case(Layout(tp=2, pp=2), precision=BF16)
+    case = Case(Layout(tp=2, pp=2), precision=BF16, model=SHALLOW)
     tokens, shape = case.batch.global_batch * SEQ_LEN, SHAPE
     first = rehearse(case, [0])[0].flops
     layer = "model.layers.0"
@@ -205,7 +207,7 @@ def test_flops_are_those_of_theory() -> None:
 @pytest.mark.parametrize("loss", ["chunked", "linear"])
 def test_flops_do_not_depend_on_how_the_loss_is_computed(loss: str) -> None:
     """Also where an operator writes into memory of its caller, as the linear loss does."""
-    case = Case(Layout(), kernels=Kernels(attention="sdpa-math", loss=loss), precision=BF16)
+    case = Case(Layout(), kernels=Kernels(attention="sdpa-math", loss=loss), precision=BF16, model=SHALLOW)
     tokens = case.batch.global_batch * SEQ_LEN
     (report,) = rehearse(case, [0]).values()
     assert report.flops["lm_head"] == 6 * tokens * SHAPE.hidden_size * SHAPE.vocab_size
@@ -213,5 +215,5 @@ def test_flops_do_not_depend_on_how_the_loss_is_computed(loss: str) -> None:
 
 def test_progress_is_told_until_all_is_done() -> None:
     shares: list[float] = []
-    rehearse(Case(Layout(pp=2), precision=BF16), [0, 1], on_progress=shares.append)
+    rehearse(Case(Layout(pp=2), precision=BF16, model=SHALLOW), [0, 1], on_progress=shares.append)
     assert shares == sorted(shares) and shares[-1] == 1.0
