@@ -16,7 +16,7 @@ from dtlayout.costmodel.engine_rules import (
     find_model_lacks,
 )
 from dtlayout.pipelining.partition import StageSlice, to_slices
-from dtlayout.plans.plan import gathers_cast
+from dtlayout.plans.plan import gathers_cast, gathers_scaled
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
@@ -248,6 +248,11 @@ def sends_cast(scenario: Scenario, layout: Layout) -> bool:
     if "activations" not in features.gathers_cast or not layout.shards_sequence or not scenario.precision.matmul_format:
         return False
     return not features.casts_itself or gathers_cast(scenario.model, scenario.precision)
+
+
+def gathers_weights_cast(scenario: Scenario) -> bool:
+    """Whether the weights that multiply in fp8 are gathered so by plans/cast_gather.py, and all others are not."""
+    return scenario.engine.features.casts_itself and gathers_scaled(scenario.precision)
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:
