@@ -252,7 +252,14 @@ def sends_cast(scenario: Scenario, layout: Layout) -> bool:
 
 def gathers_weights_cast(scenario: Scenario) -> bool:
     """Whether the weights that multiply in fp8 are gathered so by plans/cast_gather.py, and all others are not."""
-    return scenario.engine.features.casts_itself and gathers_scaled(scenario.precision)
+    features = scenario.engine.features
+    return features.casts_itself and "weights" in features.gathers_cast and gathers_scaled(scenario.precision)
+
+
+def saved_by_casts(scenario: Scenario) -> float:
+    """Bytes by which a gather is smaller for each parameter that multiplies in fp8 and is cast before it travels."""
+    fmt = scenario.precision.matmul_format
+    return activation_size(scenario) - fmt.gathered_bytes if fmt and gathers_weights_cast(scenario) else 0.0
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:

@@ -16,6 +16,7 @@ from dtlayout.costmodel.scenario import (
     count_expert_shards,
     count_state_shards,
     gathers_weights_cast,
+    saved_by_casts,
 )
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
@@ -67,7 +68,9 @@ def find_update(
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
     frozen = apart.frozen
-    alike = frozen.everywhere, apart.spared + _count_spared_casts(scenario, apart.scaled)
+    # In parameters of the compute format, as what a quantized base spares.
+    by_casts = apart.scaled * saved_by_casts(scenario) / activation_size(scenario)
+    alike = frozen.everywhere, apart.spared + by_casts
     once: Iterable[float] = _once_s(scenario, layout, everywhere, head, *alike, keeps_head=keeps_head)
     if of_experts:
         once = map(add, once, _experts_once_s(scenario, layout, of_experts, frozen.of_experts))
@@ -82,13 +85,6 @@ def find_update(
         reduce_s, gather_s, optimizer_s = reduce_s + gradients_s, gather_s + copying_s, optimizer_s + updating_s
         recompute_s += copying_s if layout.zero == 3 else 0.0
     return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s)
-
-
-def _count_spared_casts(scenario: Scenario, scaled: float) -> float:
-    """Parameters of the compute format by which gathers are smaller, since `scaled` of them are cast before."""
-    if (fmt := scenario.precision.matmul_format) is None or not gathers_weights_cast(scenario):
-        return 0.0
-    return scaled * (1 - fmt.gathered_bytes / activation_size(scenario))
 
 
 def _cast_times(scenario: Scenario, layout: Layout, scaled: float) -> tuple[float, float]:
@@ -204,7 +200,7 @@ def _weight_size(scenario: Scenario) -> float:
     """Bytes of a block's weight while it is gathered; the embedding counts as one."""
     fmt, features = scenario.precision.matmul_format, scenario.engine.features
     if fmt is None or features.casts_itself or "weights" not in features.gathers_cast:
-        return activation_size(scenario)  # less what `_count_spared_casts` counts one by one
+        return activation_size(scenario)  # less what `saved_by_casts` counts one by one
     return fmt.gathered_bytes
 
 

@@ -26,6 +26,8 @@ from dtlayout.training.step import TrainStep
 
 WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=2)
 LORA = replace(WIDE, adapter=Adapter(rank=4))
+WIDE_MIXTURE = replace(BALANCED, hidden_size=64, ffn_size=96)
+QUANTIZABLE = replace(LORA, ffn_size=128)
 TENSORWISE, ROWWISE = (Precision(matmuls=f"fp8-{name}") for name in ("tensorwise", "rowwise"))
 MUON, LEAN_MUON = Muon(rest=SMOOTH), Muon(rest=LEAN)
 OVERFLOW = float("inf")
@@ -50,13 +52,21 @@ PAIRS = {
     "fp8, tensorwise": _pair(SHARDED, SPLIT, precision=TENSORWISE, optimizer=MUON),
     "fp8 beside adapters": _pair(SPLIT, STAGES, precision=TENSORWISE, model=LORA, optimizer=LEAN),
     "fp16 and Muon": _pair(SPLIT, SHARDED, precision=FP16, optimizer=MUON),
-    "fp16 on a quantized base": _pair(SPLIT, SHARDED, precision=replace(FP16, base="nf4"), model=LORA),
+    "fp16 on a quantized base": _pair(
+        Layout(dp_replicate=2, dp_shard=2, zero=2), SHARDED, precision=replace(FP16, base="nf4"), model=QUANTIZABLE
+    ),
     "Muon beside lean moments, of experts": _pair(
         EXPERTS, Layout(dp_shard=2, tp=2, ep=4), precision=BF16, model=BALANCED, optimizer=LEAN_MUON
+    ),
+    "fp8 beside experts": _pair(
+        EXPERTS, Layout(dp_shard=2, tp=2, ep=4), precision=TENSORWISE, model=WIDE_MIXTURE, optimizer=MUON
     ),
     "fp16 of experts": _pair(EXPERTS, Layout(dp_shard=4), precision=FP16, model=BALANCED, optimizer=LEAN),
 }
 FURTHER = {
+    "fp8 beside experts in stages": _pair(
+        Layout(pp=2, dp_shard=2, ep=2), EXPERTS, precision=ROWWISE, model=WIDE_MIXTURE, optimizer=SMOOTH
+    ),
     "fp8, rowwise": _pair(STAGES, SHARDED, precision=ROWWISE, optimizer=LEAN),
     "fp8 and the host's state": _pair(
         Layout(dp_shard=4, zero=3, offload="both"), STAGES, precision=TENSORWISE, optimizer=SMOOTH

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parity import (
+    BALANCED,
     BF16,
     SHAPE,
     Case,
@@ -34,6 +35,7 @@ from dtlayout.spec.precision import Precision
 FORMATS = ["fp8-tensorwise", "fp8-rowwise"]
 WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=4)
 BIASED = replace(WIDE, family="qwen2", qkv_bias=True)
+MIXED = replace(BALANCED, hidden_size=64, ffn_size=96)
 SPLIT = {
     "tp": Layout(dp_shard=2, tp=2, sequence_parallel=False),
     "tp with sequence parallelism": Layout(dp_shard=2, tp=2, recompute="full"),
@@ -46,7 +48,9 @@ GATHERED = [
     Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1"),
     Layout(dp_shard=2, cp=2, zero=3, offload="activations"),
     Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    Layout(dp_shard=2, tp=2, ep=2, zero=3),
 ]
+"""Experts where ep splits them."""
 
 
 def case_of(layout: Layout, name: str, **changes: Any) -> Case:
@@ -136,7 +140,7 @@ def test_what_is_gathered_in_fp8_has_the_bits_of_what_is_cast_later(ranks4: Rank
 
 @pytest.mark.parametrize("layout", GATHERED, ids=str)
 def test_weights_that_are_gathered_in_fp8_have_the_bits_of_what_is_cast_later(ranks4: Ranks, layout: Layout) -> None:
-    case = case_of(layout, "fp8-tensorwise", model=BIASED, num_steps=2)
+    case = case_of(layout, "fp8-tensorwise", model=MIXED if layout.ep > 1 else BIASED, num_steps=2)
     found, expected = train(ranks4, case), train(ranks4, case, gather_weights_in_bf16)
     assert have_same_bits(found, expected)
     assert all(np.array_equal(found.parameters[name], each) for name, each in expected.parameters.items())
