@@ -150,10 +150,10 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * permuted_bytes(scenario, layout))  # as much in backward
     permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
-    permuting_s += pass_s(scenario, weight_cast_bytes(scenario, layout))  # as much in backward
+    casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout))
     ep_s = block_ep_s(scenario, layout)  # as much in backward
-    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
-    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
+    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s
+    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s + casting_again_s - frozen_s
     backward_s += _expert_gradients_s(scenario, layout)
     hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
     forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)

@@ -185,14 +185,11 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
 def check_scaled_model(engine: Engine, precision: Precision, model: ModelShape) -> list[Refusal]:
     """Linear layers that our own trainer multiplies below the compute format are there, whatever the layout.
 
-    Beside such layers it has no experts and no base of few bits.
+    Beside such layers it has no base of few bits.
     """
     if engine.name != OWN_ENGINE or precision.matmuls not in engine.features.matmuls:
         return []
     asked, broken = f"precision.matmuls={precision.matmuls}", list[Refusal]()
-    if model.experts is not None:
-        what = f"{asked} beside experts is nothing that {engine.name} has"
-        broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))
     if precision.base in BASE_FORMATS:
         what = f"{asked} casts weights in the compute format, and precision.base={precision.base} has none"
         broken.append(Refusal("precision.base", what, "use precision.base=compute or precision.matmuls=compute"))
@@ -203,8 +200,9 @@ def check_scaled_model(engine: Engine, precision: Precision, model: ModelShape) 
 
 
 def _list_scaled(model: ModelShape) -> list[Linear]:
-    """Linear layers of a block that our own trainer multiplies below the compute format."""
-    return [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
+    """Linear layers of each kind of block that our own trainer multiplies below the compute format."""
+    blocks = [describe_model(kind).block for kind, _ in model.kinds(range(model.num_layers))]
+    return [each for block in blocks for each in block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
 
 
 def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout: Layout) -> list[Refusal]:

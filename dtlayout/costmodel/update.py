@@ -4,18 +4,31 @@ from collections.abc import Iterable
 from operator import add
 from typing import NamedTuple
 
-from dtlayout.costmodel.comm import data_link, half_all_reduce_s
+from dtlayout.costmodel.comm import data_link, half_all_reduce_s, tp_link
 from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.muon import iteration_s
 from dtlayout.costmodel.offload import state_times
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
-from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    count_expert_shards,
+    count_state_shards,
+    gathers_weights_cast,
+    saved_by_casts,
+)
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 
 _GRADIENT_TRAFFIC_BYTES = 12
 """Read and written for each parameter of the stage: gradients cast and their norm, weights cast back."""
+
+
+_CAST_TRAFFIC_BYTES = 31
+"""Read and written for each parameter of a shard that is cast to fp8, by way of the compute format and fp32, and once
+more for its largest magnitude."""
+_MAXIMUM_BYTES = 4
 
 
 class Update(NamedTuple):
@@ -58,11 +71,17 @@ def find_update(
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
     frozen = apart.frozen
-    alike = frozen.everywhere, apart.spared
+    # In parameters of the compute format, as what a quantized base spares.
+    by_casts = apart.scaled * saved_by_casts(scenario) / activation_size(scenario)
+    alike = frozen.everywhere, apart.spared + by_casts
     once: Iterable[float] = _once_s(scenario, layout, everywhere, head, *alike, keeps_head=keeps_head)
     if of_experts:
         once = map(add, once, _experts_once_s(scenario, layout, of_experts, frozen.of_experts))
     reduce_s, copy_s, gather_s, recompute_s = once
+    if apart.scaled and gathers_weights_cast(scenario):
+        casting_s, finding_s = _cast_times(scenario, layout, apart.scaled)
+        gather_s, exchange_s = gather_s + casting_s, exchange_s + finding_s
+        recompute_s += casting_s if layout.zero == 3 else 0.0
     optimizer_s, adding_s = pass_s(scenario, traffic) + iterating_s, 0.0
     if layout.offloads_state:
         copying_s, gradients_s, adding_s, updating_s = state_times(scenario, layout, n, apart)
@@ -70,6 +89,15 @@ def find_update(
         recompute_s += copying_s if layout.zero == 3 else 0.0
     sum_s = pass_s(scenario, _gradient_size(scenario) / 4 * scenario.engine.constants.gradient_traffic_bytes * summed)
     return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s, sum_s)
+
+
+def _cast_times(scenario: Scenario, layout: Layout, scaled: float) -> tuple[float, float]:
+    """Seconds of casting a rank's shard of so many parameters before each gather, and of finding its scales once a
+    step: an all-reduce over the shards, and one over tp (plans/cast_gather.py)."""
+    shards = count_state_shards(layout)
+    over_shards_s = half_all_reduce_s(_MAXIMUM_BYTES, shards, data_link(scenario, layout, layout.tp, shards))
+    over_tp_s = half_all_reduce_s(_MAXIMUM_BYTES, layout.tp, tp_link(scenario, layout)) if layout.tp > 1 else 0.0
+    return pass_s(scenario, _CAST_TRAFFIC_BYTES * scaled / shards), 2 * (over_shards_s + over_tp_s)
 
 
 def update_times(
@@ -181,10 +209,10 @@ def _gradient_size(scenario: Scenario) -> float:
 
 def _weight_size(scenario: Scenario) -> float:
     """Bytes of a block's weight while it is gathered; the embedding counts as one."""
-    fmt = scenario.precision.matmul_format
-    return (
-        fmt.gathered_bytes if fmt and "weights" in scenario.engine.features.gathers_cast else activation_size(scenario)
-    )
+    fmt, features = scenario.precision.matmul_format, scenario.engine.features
+    if fmt is None or features.casts_itself or "weights" not in features.gathers_cast:
+        return activation_size(scenario)  # less what `saved_by_casts` counts one by one
+    return fmt.gathered_bytes
 
 
 def _send_once(

@@ -130,10 +130,12 @@ class _Observer:
 
     def prime(self) -> None:
         """Make what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
-        for module in self.assembly.modules:
+        for module, sync in zip(self.assembly.modules, self.assembly.sync, strict=True):
+            sync.before_gathers()
             for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
                 unit.unshard()
                 unit.reshard()
+            sync.after_evaluation()
             for parameter in module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.optimizer.step()

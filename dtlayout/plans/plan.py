@@ -86,6 +86,8 @@ class Plan(Offload):
     """Patterns of the linear layers whose frozen weights are stored as `precision.base` says."""
     scaled: tuple[str, ...] = ()
     """Patterns of the linear layers that multiply in `precision.matmuls`, below the compute format."""
+    gathers_scaled: bool = False
+    """Whether the weights of those layers are gathered in that format."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -138,6 +140,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         frozen=find_frozen(model),
         quantized=find_quantized(model) if precision.base != "compute" else (),
         scaled=find_scaled(model) if precision.matmul_format else (),
+        gathers_scaled=gathers_scaled(precision),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -179,6 +182,11 @@ def gathers_cast(model: ModelShape, precision: Precision) -> bool:
         return False
     linears = [each for _, block in _list_blocks(model) for each in block if isinstance(each, Linear)]
     return all(each.is_scaled(ALIGNMENT) for each in linears)
+
+
+def gathers_scaled(precision: Precision) -> bool:
+    """Whether FSDP2 gathers weights as they multiply: with one scale for a whole weight, whoever has which part."""
+    return precision.matmul_format is not None and precision.matmul_format.scales_tensors
 
 
 def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> dict[str, TensorStyle]:

@@ -116,6 +116,8 @@ class Records(Observer):
         """Lines on the linear layers that multiply below the compute format, and on the kernels that cast for them."""
         scaled = [name.rpartition(".")[2] for name in dict.fromkeys(find_scaled(self.config.model))]
         lines = [f"{', '.join(scaled)} of blocks multiply in {self.config.precision.matmuls}"]
+        if self.config.model.experts is not None:
+            lines.append(f"note: routed experts stay in {self.config.precision.compute}")
         if not self.chosen.kernels.compiles_blocks:
             lines.append("note: fp8 is slower where blocks are not compiled: casts are kernels of their own then")
         return lines
