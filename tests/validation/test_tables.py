@@ -58,8 +58,9 @@ def test_a_row_becomes_a_run(tmp_path):
     assert run.peak_bytes == 12.5 * GIB
     assert run.ran
     assert run.layout == Layout(
-        pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full"
-    )
+        pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full",
+        tp_overlap=True,
+    )  # fmt: skip
     assert run.kernels == Kernels(attention="sdpa-cudnn")  # Transformer Engine's
     model, batch, cluster = run.scenario.model, run.scenario.batch, run.scenario.cluster
     assert (model.name, model.hidden_size, model.num_layers, model.num_heads) == ("small", 1024, 8, 16)
@@ -190,11 +191,11 @@ def test_what_would_not_matter_need_not_be_stated(tmp_path):
 
 def test_what_a_row_does_not_say_is_what_its_engine_usually_does(tmp_path):
     run = read(tmp_path, micro_batch="", recompute="", zero="")
-    keys = ("micro_batch=1", "zero=1", 'recompute="none"')
+    keys = ("micro_batch=1", "zero=1", 'recompute="none"', "tp_overlap=true", 'gradients="bfloat16"')
     assert run.assumed == tuple(f"not stated: {key}, what megatron usually does" for key in keys)
     assert (run.layout.micro_batch, run.layout.recompute, run.layout.zero) == (1, "none", 1)
     assert 'not stated: recompute="none", what megatron usually does' in describe_changes(run)
-    assert read(tmp_path).assumed == ()
+    assert read(tmp_path, tp_overlap="false", gradients="float32").assumed == ()
 
 
 def test_zero_3_in_a_pipeline_of_fsdp2_is_what_its_program_makes_of_it(tmp_path):
