@@ -19,7 +19,7 @@ from dtlayout.costmodel.memory import (
     count_stage_parameters,
     rank_estimator,
 )
-from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
+from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes, on_disk_s, state_on_disk_bytes
 from dtlayout.costmodel.parameter_groups import Apart, count_apart
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
@@ -84,6 +84,8 @@ class Estimate:
     """Bytes of its host's memory that a rank may take."""
     knows_time: bool = True
     """Whether seconds may be said, and not only compared (`Scenario.knows_time`)."""
+    disk_bytes: tuple[float, ...] = ()
+    """Bytes that each pipeline rank has on its host's disk; empty where nothing lies there."""
 
     @property
     def busiest_rank(self) -> int:
@@ -176,7 +178,7 @@ class Estimator:
         on_host = self.host_bytes(layout, kernels)
         return Estimate(
             layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu, on_host, self.host_capacity_bytes,
-            self.scenario.knows_time,
+            self.scenario.knows_time, self.disk_bytes(layout),
         )  # fmt: skip
 
     def host_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, ...]:
@@ -184,6 +186,17 @@ class Estimator:
         if layout.offload == "none":
             return ()
         return host_bytes(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
+
+    def disk_bytes(self, layout: Layout) -> tuple[float, ...]:
+        """Bytes that each pipeline rank has on its host's disk; empty where nothing lies there."""
+        if not layout.has_state_on_disk:
+            return ()
+        parameters = self._count_parameters(layout)
+        return tuple(state_on_disk_bytes(self.scenario, layout, n, apart) for n, apart in parameters)
+
+    def on_disk_s(self, layout: Layout) -> float:
+        """Seconds of a step in which a rank's disk reads and writes, hidden or not."""
+        return on_disk_s(self.scenario, layout, self._count_parameters(layout))
 
     def copied_s(self, layout: Layout, kernels: Kernels) -> float:
         """Seconds of a step in which a rank's link to its host copies, hidden or not."""

@@ -331,7 +331,7 @@ def build_step(case: Case) -> tuple[Assembly, TrainStep]:
     """What training builds."""
     case.layout.check(case.model, case.batch)
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer, assembly.disk)
     set_learning_rate(optimizer, case.optimizer.lr)
     return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
 
