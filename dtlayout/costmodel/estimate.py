@@ -19,7 +19,14 @@ from dtlayout.costmodel.memory import (
     count_stage_parameters,
     rank_estimator,
 )
-from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes, on_disk_s, state_on_disk_bytes
+from dtlayout.costmodel.offload import (
+    RankParameters,
+    copied_s,
+    host_bytes,
+    host_capacity_bytes,
+    on_disk_s,
+    state_on_disk_bytes,
+)
 from dtlayout.costmodel.parameter_groups import Apart, count_apart
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
@@ -192,7 +199,7 @@ class Estimator:
         if not layout.has_state_on_disk:
             return ()
         parameters = self._count_parameters(layout)
-        return tuple(state_on_disk_bytes(self.scenario, layout, n, apart) for n, apart in parameters)
+        return tuple(state_on_disk_bytes(self.scenario, layout, *own) for own in parameters)
 
     def on_disk_s(self, layout: Layout) -> float:
         """Seconds of a step in which a rank's disk reads and writes, hidden or not."""
@@ -202,13 +209,14 @@ class Estimator:
         """Seconds of a step in which a rank's link to its host copies, hidden or not."""
         return copied_s(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
 
-    def _count_parameters(self, layout: Layout) -> list[tuple[float, Apart]]:
-        """Parameters of each pipeline rank, and those that stand apart."""
+    def _count_parameters(self, layout: Layout) -> list[RankParameters]:
+        """Parameters of each pipeline rank."""
         stages, model = self.stages(layout), self.scenario.model
         return [
-            (
+            RankParameters(
                 sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks),
                 self._count_apart(chunks, layout),
+                sum(count_stage_experts(model, chunk, layout.ep) for chunk in chunks),
             )
             for chunks in (layout.placement.take(stages, rank) for rank in range(layout.pp))
         ]

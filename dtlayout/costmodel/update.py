@@ -62,7 +62,7 @@ def find_update(
     reduce_s, copy_s, gather_s, recompute_s = once
     optimizer_s, adding_s = pass_s(scenario, traffic) + iterating_s, 0.0
     if layout.offloads_state:
-        times = state_times(scenario, layout, n, apart)
+        times = state_times(scenario, layout, n, apart, of_experts)
         reduce_s, adding_s = reduce_s + times.gradients_s, times.adding_s
         gather_s = max(gather_s + times.masters_s, times.reading_s)
         recompute_s = max(recompute_s + times.masters_s, times.reading_s) if layout.zero == 3 else 0.0

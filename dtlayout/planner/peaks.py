@@ -146,7 +146,7 @@ class Peaks:
         precision = self.scenario.precision
         params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
         if layout.offloads_state:
-            if state_on_host_bytes(self.scenario, layout, n, apart) > self.estimator.host_capacity_bytes:
+            if state_on_host_bytes(self.scenario, layout, n, apart, of_experts) > self.estimator.host_capacity_bytes:
                 return inf
             whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and has_gradients else 0.0)
             return whole * trained + (compute if layout.zero < 3 else 0.0) * apart.stored

@@ -519,7 +519,9 @@ def offload_without_a_bit(case: Case) -> int:
 
 def _read_bits(weights: list[Tensor], step: TrainStep) -> list[Tensor]:
     """Parameters and the optimizer's state, counts of steps too, of which NaN equals NaN."""
-    kept = [value for state in step.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [step.optimizer.state.get(p, {}) for module in step.modules for p in module.parameters()]
+    assert sum(map(bool, states)) == len(step.optimizer.state) > 0
+    kept = [state[kind] for state in states for kind in sorted(state) if isinstance(state[kind], Tensor)]
     return [_to_local(tensor).clone().reshape(-1).view(torch.uint8) for tensor in (*weights, *kept)]
 
 
