@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def _fill(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: st
             nn.init.constant_(parameter, 0.01)
 
 
-def measure(model: ModelShape, layout: Layout, num_steps: int) -> dict[str, float]:
+def measure(model: ModelShape, layout: Layout, num_steps: int) -> dict[str, Any]:
     """GiB of state, of gradients, of the largest unit, and of what was in memory; seconds of each step."""
     before = read_rss()
     with highest() as built:

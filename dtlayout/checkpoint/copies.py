@@ -27,7 +27,7 @@ class HeldState:
         optimizer.register_step_pre_hook(lambda *_: wait())
 
     def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
-        """What gives the tensors, which stay as they are until `wait` returns."""
+        """A function that gives the tensors, which stay as they are until `wait` returns."""
         return lambda: tensors
 
 

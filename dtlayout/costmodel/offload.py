@@ -54,9 +54,9 @@ class RankParameters(NamedTuple):
     number: float
     """All of them."""
     apart: Apart = NONE_APART
-    """Those that the scenario's own optimizer does not update."""
+    """Parameters that the scenario's own optimizer does not update."""
     of_experts: float = 0.0
-    """Those of experts among all."""
+    """Parameters of experts among all."""
 
 
 def host_capacity_bytes(scenario: Scenario) -> float:

@@ -59,7 +59,7 @@ from dtlayout.ops.composite import call_seen
 from dtlayout.ops.offload import COPY_TO_HOST
 
 StatePlace = Literal["device", "host", "disk"]
-"""Where the state lies that an optimizer updates."""
+"""Place of the state that an optimizer updates."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operators that communicate, or that copy for those that do."""
 
