@@ -76,18 +76,18 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
+    changes += _hint_at_disk(scenario, explanation)
     assumed = describe_assumptions(engine.name, to_assumptions(scenario))
-    return [
-        *align(facts, ("<12", "<")),
-        *assumed,
-        "",
-        *memory,
-        "",
-        *time,
-        "",
-        *changes,
-        *_format_fine_tuning(explanation),
-    ]
+    tables = [*memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
+    return [*align(facts, ("<12", "<")), *assumed, "", *tables]
+
+
+def _hint_at_disk(scenario: Scenario, explanation: Explanation) -> list[str]:
+    """A line on the disk where no change fits and nobody has said how fast it is."""
+    has_disk, gpu = "disk" in scenario.engine.features.offloads, scenario.cluster.gpu
+    if explanation.estimate.fits or explanation.changes or not has_disk or gpu.disk_bytes_per_s:
+        return []
+    return [f"layout.offload=disk is not tried: no disk_bandwidth is known of {gpu.name}; give one in a cluster file"]
 
 
 def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
@@ -100,7 +100,11 @@ def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
     if not now.knows_time:
         shares = (f"{seconds / now.step_time_s:.1%}" for seconds in (explanation.copied_s, explanation.waited_s))
         copies = "copies take {} of a step, and {} of it are waited for".format(*shares)
-    return [("on the host", f"{format_bytes(max(now.host_bytes))}{capacity} a GPU; {copies}")]
+    rows = [("on the host", f"{format_bytes(max(now.host_bytes))}{capacity} a GPU; {copies}")]
+    if now.disk_bytes:
+        busy = f"{explanation.on_disk_s:.3f} s" if now.knows_time else f"{explanation.on_disk_s / now.step_time_s:.1%}"
+        rows.append(("on its disk", f"{format_bytes(max(now.disk_bytes))} a GPU, read and written {busy} of a step"))
+    return rows
 
 
 def _format_memory(estimate: Estimate) -> list[str]:
@@ -205,6 +209,7 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         "intervals": intervals.to_dict(), "assumptions": to_assumptions(scenario),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
         "host_memory_bytes": list(now.host_bytes),
+        "disk_bytes": list(now.disk_bytes), "on_disk_s": said(explanation.on_disk_s),
         "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),
         "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],

@@ -154,7 +154,7 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
 
 
 def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
-    """A line for each missing bandwidth, of the host link or of the host's memory, that predicting this layout's
+    """A line for each missing bandwidth, of the host link, the host's memory or its disk, that predicting this layout's
     offload needs.
 
     Empty without offload.
@@ -165,6 +165,8 @@ def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
     needed = {"host_link": gpu.host_link_bytes_per_s}
     if layout.offloads_state:
         needed["host_memory_bandwidth"] = gpu.host_memory_bytes_per_s
+    if layout.has_state_on_disk:
+        needed["disk_bandwidth"] = gpu.disk_bytes_per_s
     return describe([
         Refusal(
             name,

@@ -84,9 +84,11 @@ def find_update(
         recompute_s += casting_s if layout.zero == 3 else 0.0
     optimizer_s, adding_s = pass_s(scenario, traffic) + iterating_s, 0.0
     if layout.offloads_state:
-        copying_s, gradients_s, adding_s, updating_s = state_times(scenario, layout, n, apart)
-        reduce_s, gather_s, optimizer_s = reduce_s + gradients_s, gather_s + copying_s, optimizer_s + updating_s
-        recompute_s += copying_s if layout.zero == 3 else 0.0
+        times = state_times(scenario, layout, n, apart, of_experts)
+        reduce_s, adding_s = reduce_s + times.gradients_s, times.adding_s
+        gather_s = max(gather_s + times.masters_s, times.reading_s)
+        recompute_s = max(recompute_s + times.masters_s, times.reading_s) if layout.zero == 3 else 0.0
+        optimizer_s = max(optimizer_s + times.updating_s, times.exchanging_s)
     sum_s = pass_s(scenario, _gradient_size(scenario) / 4 * scenario.engine.constants.gradient_traffic_bytes * summed)
     return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s, sum_s)
 

@@ -148,7 +148,7 @@ class Peaks:
         gathered = compute * (n - apart.spared) - saved_by_casts(self.scenario) * apart.scaled
         gathered = gathered if layout.zero < 3 else 0.0
         if layout.offloads_state:
-            if state_on_host_bytes(self.scenario, layout, n, apart) > self.estimator.host_capacity_bytes:
+            if state_on_host_bytes(self.scenario, layout, n, apart, of_experts) > self.estimator.host_capacity_bytes:
                 return inf
             return gathered + (reduce * trained if layout.zero == 1 and has_gradients else 0.0)
         groups = list_trained(self.scenario.optimizer, n, of_experts, apart)

@@ -204,7 +204,7 @@ class Space:
         shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
-        are_shared = {n: count_state_shards(StateLayout(pp, dp, n, cp, tp, ep, 1, False)) > 1 for n in shards}  # type: ignore[arg-type]
+        are_shared = {n: count_state_shards(StateLayout(pp, dp, n, cp, tp, ep, 1, "device")) > 1 for n in shards}  # type: ignore[arg-type]
         # Our trainer computes with copies in another format, which zero 3 frees between uses on one rank too.
         alone = (1, 3) if dp == 1 and self.scenario.engine.name == OWN_ENGINE else (1,)
         # A fixed stage of ZeRO asks for shards where there are ranks to share the state.

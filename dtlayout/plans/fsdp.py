@@ -16,7 +16,7 @@ gathered from a forward until a backward is over. With HSDP the shards are summe
 the last backward.
 
 Where the host has the state (ZeRO-Offload, arXiv:2101.06840), a unit's shards are copied to the device to be gathered,
-and its summed gradients back from there; the optimizer works on the host.
+and its summed gradients back from there; the optimizer works on the host. Shards may be pages of files there (disk.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -170,8 +170,9 @@ def shard(
         reduce_dtype=getattr(torch, plan.precision.reduce),
         cast_forward_inputs=False,  # stages and embeddings hand on what they compute
     )
-    # Memory is pinned beside a GPU, so that neither copy makes the host wait.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offloads_state else OffloadPolicy()
+    # Memory is pinned beside a GPU, so that neither copy makes the host wait; pages of a file cannot be.
+    pins = mesh.device_type == "cuda" and not plan.has_state_on_disk
+    offload = CPUOffloadPolicy(pin_memory=pins) if plan.offloads_state else OffloadPolicy()
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
     data, of_experts = ShardMesh(data_mesh(mesh), reduction_group), set(match_names(plan.experts, names))

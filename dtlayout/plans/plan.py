@@ -77,7 +77,7 @@ class Plan(Offload):
     attention: str = Kernels.attention
     """The kernel that attends, where cp has it done part after part."""
     offload: str = "none"
-    """Data that lies in the host's memory, as `Layout.offload` says."""
+    """Data that lies in the host's memory, or on its disk, as `Layout.offload` says."""
     compile: Compile = "none"
     """Modules that torch.compile gets: each of the blocks, the loss, the whole, or none."""
     frozen: tuple[str, ...] = ()
@@ -112,7 +112,9 @@ class Plan(Offload):
             rows.append((self.blocks, f"recomputed {what}, one of {self.recompute.every}"))
         if self.offloads_activations:
             rows.append((self.blocks, "kept on the host until a block before its backward"))
-        if self.offloads_state:
+        if self.has_state_on_disk:
+            rows.append(("(all)", "masters and optimizer on the host's disk, gradients in its memory"))
+        elif self.offloads_state:
             rows.append(("(all)", "masters, gradients and optimizer on the host"))
         p = self.precision
         rows.append(("(all)", f"params {p.params}, compute {p.compute}, gradients summed in {p.reduce}"))

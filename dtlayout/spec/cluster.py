@@ -35,6 +35,7 @@ _OPTIONAL = {  # of a GPU type that has it
     "host_link": ("host_link_bytes_per_s", "byte/s"),
     "host_memory": ("host_memory_bytes", "byte"),
     "host_memory_bandwidth": ("host_memory_bytes_per_s", "byte/s"),
+    "disk_bandwidth": ("disk_bytes_per_s", "byte/s"),
 }
 UNITS = (
     _NUMBERS
@@ -91,6 +92,9 @@ class Gpu:
     """Bytes of the host's memory for each GPU; None where not known, as for cards, which go into any server."""
     host_memory_bytes_per_s: float | None = None
     """Byte/s between the host's processors and their memory, for each GPU; None where not known."""
+    disk_bytes_per_s: float | None = None
+    """Byte/s that a node reads or writes in the folder of `layout.offload_folder`, all its ranks together; None where
+    not known."""
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None

@@ -102,7 +102,7 @@ class Records(Observer):
         if self.config.precision.matmul_format:
             for line in self._describe_matmuls():
                 self.display.say(line)
-        if self.layout.offload != "none" and self.device.type == "cpu":
+        if self.layout.offload not in ("none", "disk") and self.device.type == "cpu":
             self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")
         self.display.say(self._prediction_line)
         if self.is_writer:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ LAYOUTS = [
     Layout(cp=2, dp_shard=2, cp_method="gather"),
     Layout(cp=2, tp=2),
     Layout(dp_shard=4),
-    Layout(dp_replicate=2, dp_shard=2, zero=3, offload="optimizer"),
+    Layout(dp_replicate=2, dp_shard=2, zero=3, offload="disk", offload_folder=gettempdir()),
     Layout(pp=4),
     *(layout for layout in list_scheduled() if layout.num_stages <= 4),
 ]

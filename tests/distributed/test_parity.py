@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
+from tempfile import gettempdir
 
 import pytest
 from drawn import legal_cases
@@ -99,6 +100,8 @@ AXES = {
     "offloaded state": Layout(dp_shard=2, tp=2, micro_batch=2, offload="optimizer"),
     "offloaded state zero 2 hsdp": Layout(dp_replicate=2, dp_shard=2, zero=2, offload="optimizer"),
     "offloaded both": Layout(pp=2, dp_shard=2, zero=3, offload="both"),
+    "offloaded to disk": Layout(dp_shard=2, tp=2, zero=3, micro_batch=2, offload="disk", offload_folder=gettempdir()),
+    "offloaded to disk pp2 hsdp": Layout(pp=2, dp_replicate=2, zero=2, offload="disk", offload_folder=gettempdir()),
     "offloaded both of one shard": Layout(pp=2, tp=2, micro_batch=2, offload="both", recompute="full"),
 }
 
@@ -227,7 +230,7 @@ def test_moments_in_bf16_are_those_of_one_process_that_rounds_them(ranks4: Ranks
     assert size <= 1e-10, whose
 
 
-@pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp", "offloaded both"])
+@pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp", "offloaded both", "offloaded to disk"])
 @pytest.mark.parametrize("optimizer", [LEAN, thorough(SMOOTH), thorough(SGD(weight_decay=0.1))], ids=str)
 def test_a_loss_that_is_not_finite_changes_no_bit_on_any_rank(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
     assert ranks4.run(skip_between_steps, Case(AXES[name], optimizer=optimizer)) == [True] * 4

@@ -40,10 +40,12 @@ HOSTS = {
     "host_link_bytes_per_s": (1e10, 1e12),
     "host_memory_bytes": (2**35, 2**40),
     "host_memory_bytes_per_s": (1e10, 1e12),
+    "disk_bytes_per_s": (1e8, 1e12),
 }
 """Of the host that a GPU has, where it is known."""
 OPTIONAL = {
     "peak_fp8", "peak_fp4", "board_power", "gpus_linked", "host_link", "host_memory", "host_memory_bandwidth",
+    "disk_bandwidth",
 }  # fmt: skip
 POWERS = (250, 2000)  # W of boards that train
 

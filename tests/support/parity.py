@@ -340,7 +340,7 @@ def build_step(case: Case) -> tuple[Assembly, TrainStep]:
     """What training builds."""
     case.layout.check(case.model, case.batch)
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer, assembly.disk)
     set_learning_rate(optimizer, case.optimizer.lr)
     return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
 
@@ -528,7 +528,9 @@ def offload_without_a_bit(case: Case) -> int:
 
 def _read_bits(weights: list[Tensor], step: TrainStep) -> list[Tensor]:
     """Parameters and the optimizer's state, counts of steps too, of which NaN equals NaN."""
-    kept = [value for state in step.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [step.optimizer.state.get(p, {}) for module in step.modules for p in module.parameters()]
+    assert sum(map(bool, states)) == len(step.optimizer.state) > 0
+    kept = [state[kind] for state in states for kind in sorted(state) if isinstance(state[kind], Tensor)]
     return [_to_local(tensor).clone().reshape(-1).view(torch.uint8) for tensor in (*weights, *kept)]
 
 
