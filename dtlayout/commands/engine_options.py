@@ -45,7 +45,7 @@ def _read_choices(texts: Sequence[str]) -> dict[str, str]:
 
 
 def to_assumptions(scenario: Scenario) -> dict[str, Any]:
-    """What a prediction assumes of the program beside layout and kernels, and what of it a run can be told."""
+    """Assumptions of a prediction beside layout and kernels, and which of them a run can be told otherwise."""
     said = scenario.engine.assumptions(scenario.precision)
     return {"values": {name: value for name, (value, _) in said.items()}, "choices": scenario.engine.features.choices}
 

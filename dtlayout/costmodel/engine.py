@@ -87,7 +87,7 @@ class Engine:
             raise InvalidConfig([f"engine {self.name}: {problem}" for problem in error.problems]) from None
 
     def assumptions(self, precision: Precision) -> dict[str, tuple[str, str]]:
-        """What a prediction assumes of the program beside layout and kernels: name → value and what it is, in words."""
+        """Assumptions of a prediction beside layout and kernels: name → value and what it is, in words."""
         gradients = next(name for name, size in BYTES.items() if size == self.features.gradient_bytes)
         gradients = precision.reduce if self.features.sharding == "fsdp2" else gradients
         said = {"precision.reduce": (gradients, "the format in which gradients are added up and reduced")}
@@ -112,8 +112,8 @@ class Engine:
 
 
 def known_engines() -> list[str]:
-    """Names of all engines."""
-    return list(_read_engines())
+    """Names of all engines, in the alphabet's order."""
+    return sorted(_read_engines())
 
 
 def find_usual(name: str) -> Defaults:

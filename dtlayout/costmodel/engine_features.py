@@ -22,13 +22,13 @@ DATA_PARALLEL = ("replicated", "hybrid", "sharded")
 """Kinds of data parallelism: no ranks share the state, those of each group do, or all do."""
 
 
-class Choice(NamedTuple):
+class ToldFeature(NamedTuple):
     """A feature that a run of some programs can be told."""
 
     values: Mapping[str, Any]
     """Word in commands and tables → value of the feature."""
     meaning: str
-    """What the feature is, for lists of what a prediction assumes."""
+    """Sentence on the feature, for lists of what a prediction assumes."""
 
     def word(self, value: Any) -> str:
         """The word for a value."""
@@ -37,9 +37,9 @@ class Choice(NamedTuple):
 
 _YES_OR_NO = {"true": True, "false": False}
 CHOICES = {
-    "overlap_dp": Choice(_YES_OR_NO, "gradients are reduced and parameters gathered while the GPU computes"),
-    "overlap_pp": Choice(_YES_OR_NO, "a pipeline's messages are sent while the GPU computes"),
-    "cuda_graphs": Choice(
+    "overlap_dp": ToldFeature(_YES_OR_NO, "gradients are reduced and parameters gathered while the GPU computes"),
+    "overlap_pp": ToldFeature(_YES_OR_NO, "a pipeline's messages are sent while the GPU computes"),
+    "cuda_graphs": ToldFeature(
         {word: word for word in ("none", "attention", "full")}, "kernels that the host starts all at once"
     ),
 }
@@ -225,7 +225,7 @@ class Features:
         return getattr(getattr(model, section) if section else model, key, None)
 
     def told(self, asked: Mapping[str, str]) -> "Features":
-        """These features with what a run is told: name of a choice → word for its value.
+        """Features of a run that is told some: `asked` has a word for the value of each choice.
 
         InvalidConfig for a choice that the program does not have, and for a word that is none of its values.
         """

@@ -214,8 +214,7 @@ def _graphs(job: Job) -> list[str]:
         case "full":
             return ["--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration"]
         case "attention":
-            routers = ["moe_router", "moe_preprocess"] * (job.model.experts is not None)
-            return ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn", *routers]
+            return ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn"]
     return []
 
 

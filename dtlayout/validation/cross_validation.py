@@ -51,7 +51,7 @@ RowName = tuple[str, str]
 _TAIL = 0.04
 """Share of the rows that each tail of a range may hold, for nine tenths of another model's rows inside."""
 _TAIL_OF_GROUPS = 0.03
-"""The same for ranges of groups that are new as a whole: sites, GPU types, engines."""
+"""Share of a tail where groups are new as a whole: sites, GPU types, engines."""
 _LEAST_ROWS = 9
 """Fewest rows whose largest error may stand for the bound of nine tenths of all."""
 DIFFERENCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
@@ -172,7 +172,7 @@ class AllLeftOut(NamedTuple):
     """Key of `HOLD_OUT` → the predictions of rows left out, with intervals that rest on other rows."""
 
     def without(self, rows: Container[RowName]) -> "AllLeftOut":
-        """The same without these rows, and without groups that have no other."""
+        """Predictions without those of these rows, and without groups that have no other."""
         return AllLeftOut({
             way: HeldOutErrors({
                 group: kept

@@ -82,21 +82,13 @@ def test_an_all_to_all_sends_all_but_a_ranks_own_part():
 
 def test_a_token_that_goes_once_to_a_node_is_handed_on_there():
     """Of four copies one at least goes to the other node with 15/16; one copy is no other than before."""
-    once = scenario(EIGHT, num_gpus=16, features=Features(sends_tokens_once=True))
-    layout = Layout(dp_shard=16, ep=16)
-    across = exchange_s(once, layout, 0.25e6, 4)
+    setting, copies = scenario(EIGHT, num_gpus=16), Layout(dp_shard=16, ep=16)
+    once = replace(copies, ep_dispatcher="deepep")
+    across = exchange_s(setting, once, 0.25e6, 4)
     assert across == pytest.approx((10 + 15 / 16 * 0.25e6 / 5e9 / US + 10) * US)
-    copies = scenario(EIGHT, num_gpus=16)
-    assert exchange_s(once, layout, 1e6, 1) == pytest.approx(exchange_s(copies, layout, 1e6, 1))
-    assert exchange_s(once, replace(layout, ep=8), 1e6, 4) == exchange_s(copies, replace(layout, ep=8), 1e6, 4)
-
-
-def test_a_layout_may_have_the_dispatcher_that_sends_a_token_once():
-    layout = Layout(dp_shard=16, ep=16)
-    once = scenario(EIGHT, num_gpus=16, features=Features(sends_tokens_once=True))
-    sent = exchange_s(scenario(EIGHT, num_gpus=16), replace(layout, ep_dispatcher="deepep"), 0.25e6, 4)
-    assert sent == exchange_s(once, layout, 0.25e6, 4)
-    assert sent < exchange_s(scenario(EIGHT, num_gpus=16), layout, 0.25e6, 4)
+    assert across < exchange_s(setting, copies, 0.25e6, 4)
+    assert exchange_s(setting, once, 1e6, 1) == pytest.approx(exchange_s(setting, copies, 1e6, 1))
+    assert exchange_s(setting, replace(once, ep=8), 1e6, 4) == exchange_s(setting, replace(copies, ep=8), 1e6, 4)
 
 
 def test_computing_another_microbatch_hides_what_is_exchanged():

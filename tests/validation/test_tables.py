@@ -14,6 +14,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, LatentAttention
 from dtlayout.spec.optimizers import SGD, AdamW
 from dtlayout.spec.precision import MATMUL_FORMATS
+from dtlayout.validation.notes import read_note
 from dtlayout.validation.predict import describe_changes
 from dtlayout.validation.tables import find_tables, read_tables
 
@@ -208,6 +209,71 @@ def test_notes_say_what_is_sent_beside_matmuls(tmp_path):
     assert read(tmp_path, note="torch.compile; AsyncTP").layout.tp_overlap
     assert read(tmp_path, note="async TP; local batch 32").layout.tp_overlap
     assert not read(tmp_path, note="no async TP").layout.tp_overlap
+
+
+def test_columns_say_what_a_run_of_its_program_is_told(tmp_path):
+    engine = read(tmp_path, overlap_dp="false", overlap_pp="false", cuda_graphs="attention").scenario.engine
+    assert (engine.features.overlap_dp, engine.features.overlap_pp) == (False, False)
+    assert engine.features.cuda_graphs == "attention"
+    assert find_reasons(tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", overlap_dp="false") == (
+        "engine fsdp1 cannot be told overlap_dp, overlap_pp or cuda_graphs as stated",
+    )
+
+
+def test_gradients_are_in_the_format_that_a_row_says_or_in_that_of_published_runs(tmp_path):
+    def find_bytes(**cells: str) -> int:
+        return read(tmp_path, **cells).scenario.engine.features.gradient_bytes
+
+    assert (find_bytes(gradients="float32"), find_bytes(gradients="bfloat16"), find_bytes()) == (4, 2, 2)
+    assert read(tmp_path, engine="torchtitan", gradients="bfloat16").scenario.precision.reduce == "bfloat16"
+
+
+def test_columns_name_kernels_methods_and_experts(tmp_path):
+    run = read(tmp_path, attention="fa3", loss="linear", experts_kernel="grouped", engine="prime-rl")
+    assert (run.kernels.attention, run.kernels.loss, run.kernels.experts) == ("fa3", "linear", "grouped")
+    assert read(tmp_path, cp="2", gpus="64", cp_method="gather").layout.cp_method == "gather"
+    model = read(tmp_path, **EXPERTS | {"imbalance": "1.25", "expert_bias": "true", "window": "64"}).scenario.model
+    assert (model.experts.imbalance, model.experts.bias, model.window) == (1.25, True, 64)
+    latent = {"query_rank": "0", "kv_rank": "48", "rope_width": "64", "value_width": "128"}
+    model = read(tmp_path, **MORE | {"head_dim": "192", "kv_heads": "16"} | latent).scenario.model
+    assert model.latent_attention == LatentAttention(query_rank=0, kv_rank=48, rope_width=64, value_width=128)
+
+
+@pytest.mark.parametrize(
+    ("note", "cells"),
+    [
+        ("no overlap of any kind; fp32 gradient reduce", {"overlap_dp": "false", "gradients": "float32"}),
+        ("no gradient or parameter overlap", {"overlap_dp": "false"}),
+        ("cuda graphs local:full_iteration", {"cuda_graphs": "full"}),
+        ("cuda graphs transformer_engine:[attn+ moe_router]", {"cuda_graphs": "attention"}),
+        ("MLA q_lora none kv_lora 512 qk 128+64 v 128", {"query_rank": 0, "kv_rank": 512, "rope_width": 64}),
+        ("layers cut to 12; CP by all-to-all", {"cp_method": "all-to-all"}),
+        ("sft trainer step; flash_attention_3", {"attention": "fa3"}),
+        ("experts packed; routing not forced", {"experts_kernel": "grouped"}),
+        ("experts unpacked; routing not forced", {"experts_kernel": "loop"}),
+        ("a quiet day", {}),
+    ],
+)
+def test_notes_are_read_into_columns(note, cells):
+    found = read_note(note)
+    assert cells.items() <= found.items() and bool(found) == bool(cells)
+
+
+def test_a_column_goes_before_a_note(tmp_path):
+    assert read(tmp_path, note="async TP", tp_overlap="false").layout.tp_overlap is False
+
+
+def test_a_megatron_without_flash_attention_is_that_of_2021(tmp_path):
+    run = read(tmp_path, kernel="megatron-softmax", precision="fp16", zero="1")
+    assert (run.scenario.engine.name, run.scenario.precision.compute) == ("megatron-2021", "float16")
+    assert "kernel=megatron-softmax: the Megatron of 2021, in which nothing is overlapped" in run.assumed
+    assert (run.scenario.engine.features.overlap_dp, run.scenario.engine.features.gradient_bytes) == (False, 4)
+
+
+def test_the_organisation_of_a_source_is_a_rows_site(tmp_path):
+    assert read(tmp_path, source="NVIDIA-NeMo/Megatron-Bridge docs/performance.md").site == "nvidia"
+    assert read(tmp_path, source="https://docs.nvidia.com/nemo-framework/user-guide").site == "nvidia"
+    assert read(tmp_path, table="playbook/8B/2nodes").site == "playbook"
 
 
 def test_a_causal_kernel_may_pass_an_mfu_of_1(tmp_path):
