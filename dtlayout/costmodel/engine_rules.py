@@ -255,7 +255,7 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
 def _check_dispatcher(engine: Engine, layout: Layout) -> list[Refusal]:
     """The engine sends copies of tokens to the experts in this way."""
     known = engine.features.ep_dispatchers
-    if layout.ep == 1 or layout.ep_dispatcher in known:
+    if layout.ep_dispatcher in known or (layout.ep == 1 and layout.ep_dispatcher == _OFF.ep_dispatcher):
         return []
     return [_lack(engine, f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={known[0]}")]
 

@@ -20,7 +20,7 @@ from dtlayout.spec.layout_keys import NEEDED_DEGREE
 from dtlayout.spec.layout_names import complete_name, describe_unknown_word, is_whole, read_word, split_name
 
 _OFF = Layout()
-CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout)}
+CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout) if f.name != "offload_folder"}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
 """Everything that can be fixed or avoided: name → type."""
 

@@ -411,9 +411,42 @@ def test_a_format_of_gradients_is_priced_and_written_for_megatron(capsys, tmp_pa
         asked = ["--precision", f"reduce={reduce}"] if reduce else []
         document = ask(capsys, *QWEN, *fixed, *asked, "--emit", str(file))
         peaks[reduce], files[reduce] = document["layouts"][0]["peak_bytes"], file.read_text()
-        assert document["scenario"]["precision"]["reduce"] == (reduce or "bfloat16")
-    assert peaks[""] == peaks["bfloat16"] < peaks["float32"]
-    assert ["--grad-reduce-in-bf16" in files[reduce] for reduce in peaks] == [True, False, True]
+        assert document["scenario"]["precision"]["reduce"] == (reduce or "float32")
+    assert peaks["bfloat16"] < peaks["float32"] == peaks[""]
+    assert ["--grad-reduce-in-bf16" in files[reduce] for reduce in peaks] == [False, False, True]
+
+
+def test_a_run_of_megatron_is_told_and_the_answer_says_what_is_assumed(capsys, tmp_path):
+    asked = [*QWEN, "--engine", "megatron", "--top", "1", "--fix", "tp=2,pp=2,mb=1,recompute=none,schedule=1f1b,zero=1"]
+    usual = ask(capsys, *asked)
+    told = ask(capsys, *asked, "--engine-set", "overlap_dp=false", "--emit", str(tmp_path / "told.sh"))
+    assert told["layouts"][0]["step_time_s"] > usual["layouts"][0]["step_time_s"]
+    assert "--overlap-grad-reduce" not in (tmp_path / "told.sh").read_text()
+    assumed = told["scenario"]["assumptions"]
+    assert assumed["values"]["overlap_dp"] == "false" and "overlap_dp" in assumed["choices"]
+    assert main(["recommend", *asked]) == 0
+    text = capsys.readouterr().out
+    assert "assumed of megatron: precision.reduce float32, overlap_dp true, overlap_pp true, cuda_graphs none" in text
+
+
+def test_a_gpu_may_be_named_as_people_name_it(capsys):
+    asked = [
+        "recommend",
+        "--model",
+        "llama-7b",
+        "--gpus",
+        "8",
+        "--seq-len",
+        "2048",
+        "--global-batch",
+        "64",
+        "--top",
+        "1",
+    ]
+    assert main([*asked, "--gpu", "H100"]) == 0
+    said = capsys.readouterr()
+    assert "on 8 x h100-80g-sxm" in said.out
+    assert said.err.startswith("note: H100 is taken as h100-80g-sxm; h100-96g-500w, ")
 
 
 def test_a_cpu_that_nobody_calibrated_is_told_apart(capsys):

@@ -48,8 +48,9 @@ def scenario(
 
 
 def group_of(layout):
-    """The layout without state sharding and tp_overlap: `Search.run` ranks one layout of each such group."""
-    return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1, tp_overlap=False)
+    """The layout without state sharding and overlaps: `Search.run` ranks one layout of each such group."""
+    off = {"tp_overlap": False, "ep_overlap": False, "ep_dispatcher": "alltoall"}
+    return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1, **off)
 
 
 @cache
