@@ -1,8 +1,8 @@
 """Linear layers that multiply by weights rounded to few bits, the same ones in every layout.
 
-FSDP2 gathers the full weights, and each rank rounds what it multiplies by. Groups of columns lie on one rank of tp, which
-the rules of layouts see to. Where a group is a whole row and tp splits it, ranks tell each other the largest magnitudes
-of their parts, once in forward.
+FSDP2 gathers the full weights, and each rank rounds what it multiplies by. A group of columns lies on one rank of tp,
+which the rules of layouts see to. Where a group is a whole row and tp splits it, ranks tell each other the largest
+magnitudes of their parts, once in forward.
 """
 
 from collections.abc import Callable, Sequence

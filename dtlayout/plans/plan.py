@@ -102,7 +102,10 @@ class Plan(Offload):
         rows += [(pattern, "frozen") for pattern in self.frozen]
         rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
         rows += [(pattern, f"multiplies in {self.precision.matmuls}") for pattern in self.scaled]
-        rows += [(pattern, f"multiplies by weights rounded to {self.precision.fake_quant}") for pattern in self.fake_quantized]
+        rows += [
+            (pattern, f"multiplies by weights rounded to {self.precision.fake_quant}")
+            for pattern in self.fake_quantized
+        ]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -177,7 +180,7 @@ def find_scaled(model: ModelShape) -> tuple[str, ...]:
 
 
 def find_fake_quantized(model: ModelShape) -> tuple[str, ...]:
-    """Patterns of the linear layers whose weights an export stores in few bits, as `precision.fake_quant` rounds them."""
+    """Patterns of the linear layers that `precision.fake_quant` is for: those that an export stores in few bits."""
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
     return tuple(f"{where}.{each.module}" for where, each in found if each.is_split)
 
