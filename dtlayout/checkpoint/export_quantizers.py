@@ -3,8 +3,9 @@
 int8 and int4 are tensors of torchao, which says by `flatten_tensor_state_dict` what a file holds of them and what its
 header says. nf4 is bitsandbytes' format. Its codes are those of `ops.quantized`, so the package is not needed here.
 
-torchao quantizes to int4 by mslk, which is for GPUs alone. So the codes are computed here and handed to torchao's
-`Int4Tensor`: -8 to 7, two to a byte with the first in the low bits, for w ≈ scale · code + zero.
+torchao quantizes to int4 by mslk, which is for GPUs alone. So the codes are those of `ops.fake_quantized`, by which a
+training may have multiplied, and are handed to torchao's `Int4Tensor`: -8 to 7, two to a byte with the first in the low
+bits, for w ≈ scale · code + zero.
 
 Legend: N rows, D columns, G columns of a group.
 """
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtlayout.ops.fake_quantized import FAKE_QUANTIZERS, copy_exact
 from dtlayout.ops.quantized import QUANTIZERS
+from dtlayout.ops.scaled import alone
 from dtlayout.spec.export_format import EXPORT_FORMATS
 
 Header = dict[str, str]
@@ -109,14 +112,12 @@ def _quantize_int4(weight: Tensor) -> Any:
     from torchao.quantization import Int4Tensor
 
     group = EXPORT_FORMATS["int4"].group
-    groups = weight.unflatten(1, (-1, group))
-    least, most = groups.aminmax(dim=-1)
-    scales = ((most - least).clamp(min=1e-6) / 15).bfloat16()
-    zeros = (least + 8 * scales.float()).bfloat16()
-    exact = (groups - zeros.float()[..., None]) / scales.float()[..., None]  # of both as they are kept
-    codes = exact.round().clamp(-8, 7).to(torch.int8).flatten(1)
+    quantizer = FAKE_QUANTIZERS["int4"]
+    scales = quantizer.find_scales(weight, alone)
+    codes = quantizer.find_codes(copy_exact(weight), scales).clamp_(quantizer.least, quantizer.most).sub_(8)
+    codes = codes.to(torch.int8)
     packed = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
-    turned = (each.t().contiguous() for each in (scales, zeros))
+    turned = (each.squeeze(-1).t().contiguous() for each in scales)
     return Int4Tensor(packed, *turned, block_size=[1, group], shape=weight.shape)
 
 

@@ -9,7 +9,7 @@ weights into a layout.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import groupby
 from math import prod
@@ -101,6 +101,16 @@ def export_weights(
 def open_checkpoint(checkpoint: Path) -> WeightSource:
     """The weights of a checkpoint whose model has no adapter, to be exported."""
     return WeightSource(checkpoint, read_model(checkpoint), partial(load_tensors, checkpoint))
+
+
+def round_first(source: WeightSource, number_format: str) -> WeightSource:
+    """Weights as a training computed with them: their masters rounded to the compute format, before anything else."""
+
+    def load(places: Mapping[str, TensorPlace]) -> dict[str, Tensor]:
+        tensors = source.load(places)
+        return {name: each.to(getattr(torch, number_format)).to(each.dtype) for name, each in tensors.items()}
+
+    return replace(source, load=load)
 
 
 @contextmanager

@@ -142,14 +142,21 @@ def _write_whole(
     options: argparse.Namespace, weights: "WeightSource", config: Config | None, beside: dict[str, Any]
 ) -> int:
     """Write a whole model, quantized if that is asked for."""
-    from dtlayout.checkpoint.hf import export_weights
+    from dtlayout.checkpoint.hf import export_weights, round_first
 
     number_format, file_bytes = options.quantize or options.format or "bfloat16", _find_file_bytes(options)
+    notes = list[str]()
+    trained_in = config.precision.fake_quant if config else "none"
+    if trained_in not in ("none", options.quantize):
+        notes.append(f"the run multiplied by weights in {trained_in}, and --quantize {trained_in} writes these")
     if options.quantize:
+        if config and options.quantize == trained_in:
+            weights = round_first(weights, config.precision.compute)
         num_bytes, losses = quantize(options, weights, config, file_bytes, beside)
+        losses["notes"] = [*losses["notes"], *notes]
         return _show_export(options, str(weights.place), num_bytes, number_format, **losses)
     num_bytes = export_weights(weights, options.folder, number_format=number_format, file_bytes=file_bytes, **beside)
-    return _show_export(options, str(weights.place), num_bytes, number_format)
+    return _show_export(options, str(weights.place), num_bytes, number_format, notes)
 
 
 def _find_file_bytes(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from dtlayout.costmodel.traffic import (
     permuted_bytes,
     rank_tape,
     ranks_by_spread,
+    rounding_bytes,
     weight_cast_bytes,
 )
 from dtlayout.models.counting import count_attention_flops_per_token
@@ -33,6 +34,7 @@ from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
@@ -151,9 +153,11 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     permuting_s = pass_s(scenario, tokens * permuted_bytes(scenario, layout))  # as much in backward
     permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
     casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout))
+    rounding_s, rounding_again_s = (pass_s(scenario, each) for each in rounding_bytes(scenario, layout, kernels))
     ep_s = block_ep_s(scenario, layout)  # as much in backward
-    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s
-    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s + casting_again_s - frozen_s
+    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s + rounding_s
+    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
+    backward_s += casting_again_s + rounding_again_s
     backward_s += _expert_gradients_s(scenario, layout)
     hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
     forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
@@ -166,7 +170,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
         routing_wait_s=_routing_wait_s(scenario, layout, kernels),
         attention_s=attention_forward_s,
-        elementwise_s=elementwise_s + permuting_s,
+        elementwise_s=elementwise_s + permuting_s + rounding_s,
         last_matmul_s=matmuls_s[-1],
         forward_cp_s=forward_cp_s,
         forward_ep_s=forward_ep_s,
@@ -360,8 +364,15 @@ def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     """Seconds in which tp's ranks find scales that tensors have in common, forward and backward (plans/scale.py).
 
     An all-reduce of two numbers before each matmul, and of one before the gradients of those that tp splits by outputs
-    and before what is gathered in fp8.
+    and before what is gathered in fp8. Where weights are rounded by rows, forward has one of a number for each row that
+    tp splits (plans/fake_quantize.py).
     """
+    if (rounds := FAKE_QUANT_FORMATS.get(scenario.precision.fake_quant)) and not rounds.group:
+        rows = [
+            each.makes[0].width for each in rank_tape(scenario) if each.in_branch and each.reads[0].spread == "branch"
+        ]
+        link = tp_link(scenario, layout)
+        return sum([2 * half_all_reduce_s(rounds.scale_bytes * each, layout.tp, link) for each in rows]), 0.0
     fmt = scenario.precision.matmul_format
     if fmt is None or not fmt.scales_tensors or not scenario.engine.features.casts_itself:
         return 0.0, 0.0

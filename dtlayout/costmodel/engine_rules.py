@@ -12,6 +12,7 @@ from dtlayout.costmodel.engine_features import KNOWN_AXES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
 from dtlayout.spec.base_format import BASE_FORMATS
+from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape, divisors
 from dtlayout.spec.precision import ALIGNMENT, Precision
@@ -53,6 +54,7 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
     lacks = describe([
         *check_matmuls(engine, precision), *_check_untrained(engine, model), *check_base(precision, model, layout.tp),
         *check_scaled_model(engine, precision, model), *check_scaled(engine, precision, model, layout),
+        *check_fake_quant_model(engine, precision, model), *check_fake_quant(precision, model, layout),
     ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
@@ -222,6 +224,55 @@ def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout
         what = f"{asked}: {ALIGNMENT} does not divide the part of {linear.module} on {layout.tp} ranks of tp, which "
         what += f"has {size} {side}"
         broken.append(Refusal("precision.matmuls", what, f"use tp={' or '.join(map(str, legal))}"))
+    return broken
+
+
+def check_fake_quant_model(engine: Engine, precision: Precision, model: ModelShape) -> list[Refusal]:
+    """Rounded weights are all trained, their export can store them, and our own trainer multiplies by them."""
+    if (fmt := FAKE_QUANT_FORMATS.get(precision.fake_quant)) is None:
+        return []
+    asked, advice, broken = f"precision.fake_quant={fmt.name}", "use precision.fake_quant=none", list[Refusal]()
+    if engine.name != OWN_ENGINE:
+        return [Refusal("precision.fake_quant", f"{asked} is nothing that {engine.name} has", advice)]
+    if model.experts is not None:
+        what = f"{asked} beside experts is nothing that {engine.name} has: no export stores their stacks in {fmt.name}"
+        broken.append(Refusal("precision.fake_quant", what, advice))
+    if model.adapter is not None:
+        what = (
+            f"{asked} rounds weights that are trained, and with [adapter] an export rounds sums that no step has seen"
+        )
+        broken.append(Refusal("precision.fake_quant", what, f"{advice}, or precision.base for a base of few bits"))
+    odd = [each for each in list_rounded(model) if each.inputs % (fmt.group or 1)]
+    if odd:
+        what = f"{asked} has groups of {fmt.group} columns, which do not divide the {odd[0].inputs} of {odd[0].module}"
+        able = [each.name for each in FAKE_QUANT_FORMATS.values() if not any(i.inputs % (each.group or 1) for i in odd)]
+        broken.append(Refusal("precision.fake_quant", what, f"use precision.fake_quant={' or '.join((*able, 'none'))}"))
+    return broken
+
+
+def list_rounded(model: ModelShape) -> list[Linear]:
+    """Linear layers of a block whose weights `precision.fake_quant` rounds."""
+    return [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_split]
+
+
+def check_fake_quant(precision: Precision, model: ModelShape, layout: Layout) -> list[Refusal]:
+    """Ranks of tp hold whole groups of rounded weights, and no matmul comes in pieces."""
+    if (fmt := FAKE_QUANT_FORMATS.get(precision.fake_quant)) is None:
+        return []
+    asked, broken = f"precision.fake_quant={fmt.name}", list[Refusal]()
+    if layout.overlaps_tp:
+        what = f"{asked} rounds weights before each matmul, and layout.tp_overlap multiplies by them as they are"
+        broken.append(Refusal("tp_overlap", what, "use tp_overlap=false"))
+    for linear in list_rounded(model):
+        if linear.style == "colwise" or not fmt.group or linear.inputs % fmt.group:
+            continue
+        if linear.inputs % (fmt.group * layout.tp):
+            legal = [n for n in divisors(layout.tp) if linear.inputs % (fmt.group * n) == 0]
+            what = (
+                f"{asked}: {layout.tp} ranks of tp would cut groups of {fmt.group} columns in the {linear.inputs} of "
+            )
+            what += linear.module
+            broken.append(Refusal("precision.fake_quant", what, f"use tp={' or '.join(map(str, legal))}"))
     return broken
 
 

@@ -9,6 +9,8 @@ from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS
 from dtlayout.costmodel.engine_rules import (
     check_base,
+    check_fake_quant,
+    check_fake_quant_model,
     check_matmuls,
     check_scaled,
     check_scaled_model,
@@ -128,6 +130,7 @@ def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
     problems += find_update_problems(scenario, layout)
     problems += describe(check_base(scenario.precision, scenario.model, layout.tp))
     problems += describe(check_scaled(scenario.engine, scenario.precision, scenario.model, layout))
+    problems += describe(check_fake_quant(scenario.precision, scenario.model, layout))
     return problems + find_layout_lacks(scenario.engine, layout, scenario.model)
 
 
@@ -150,6 +153,7 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
         broken += check_compute_format(scenario.device, precision.compute)
         broken += check_update_format(scenario.device, scenario.optimizer)
         broken += check_scaled_model(scenario.engine, precision, scenario.model)
+    broken += check_fake_quant_model(scenario.engine, precision, scenario.model)
     return describe(broken) + find_model_lacks(scenario.engine, scenario.model)
 
 

@@ -17,6 +17,7 @@ from dtlayout.costmodel.scenario import (
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
 from dtlayout.spec.base_format import BASE_FORMATS
+from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.kernel_records import NormKernel, RopeKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels
@@ -128,6 +129,23 @@ def base_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     weight, lookup = weigh_base(scenario)
     passes = 0.0 if kernels.compiles_blocks else 2 * lookup + 2 * weight
     return (base.bits / 8 + weight + passes) * _count_quantized(scenario.model) / layout.tp
+
+
+def rounding_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
+    """Bytes moved when a block's weights are rounded for its matmuls, in each forward and each backward.
+
+    Forward reads a weight to find its scales. Compiled blocks then read it and write its values. Eager ones go several
+    times through a copy in fp32 or finer: `ops.fake_quantized`.
+    """
+    if (fmt := FAKE_QUANT_FORMATS.get(scenario.precision.fake_quant)) is None:
+        return 0.0, 0.0
+    size = activation_size(scenario)
+    exact = max(size, 4)
+    passes = 2 * exact * (fmt.num_code_passes + 1 + fmt.num_value_passes)  # 1: codes are clamped
+    made = 2 * size if kernels.compiles_blocks else size + exact + passes + (exact + size) * (size < exact)
+    sizes = [(entry.reads[0], entry.makes[0]) for entry in rank_tape(scenario) if entry.in_branch]
+    weights = sum([own_part(read, layout) * own_part(made_of, layout) for read, made_of in sizes])
+    return (size + made) * weights, made * weights
 
 
 @lru_cache(maxsize=256)

@@ -53,7 +53,8 @@ class Scaled(NamedTuple):
         return Scaled(self.values.t(), self.scale.t())
 
 
-def _alone(largest: Tensor) -> Tensor:
+def alone(largest: Tensor) -> Tensor:
+    """The `share` of a rank that holds whole tensors."""
     return largest
 
 
@@ -62,8 +63,8 @@ def multiply_tensorwise(
     weight: Tensor,
     bias: Tensor | None = None,
     delay: Delay = make_at_once,
-    share: Share = _alone,
-    share_gradient: Share = _alone,
+    share: Share = alone,
+    share_gradient: Share = alone,
 ) -> Tensor:
     """x·wᵀ + b […, N] of x […, D], weight [N, D] and bias [N], with one scale for each tensor.
 

@@ -44,6 +44,7 @@ from dtlayout.costmodel.engine_rules import (
     check_base,
     check_copies_of_experts,
     check_data_parallel,
+    check_fake_quant,
     check_recompute,
     check_scaled,
     check_zero,
@@ -324,4 +325,5 @@ class Space:
         lacks = find_layout_lacks(scenario.engine, had, scenario.model) if legal else []
         broken = check_base(scenario.precision, scenario.model, layout.tp)
         broken += check_scaled(scenario.engine, scenario.precision, scenario.model, had)
+        broken += check_fake_quant(scenario.precision, scenario.model, had)
         return legal and not lacks and not broken

@@ -1,11 +1,11 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → EP → freeze → quantize → scale → CP → recompute → compile → offload → FSDP2. Tensor and expert parallelism come
-first, since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen after it, and
-what multiplies in fp8 sees how tp splits a weight. Blocks are recomputed and compiled with what context parallelism
-changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers once for its backward, not once more
-for the recomputation. What a recomputed or compiled block hands autograd goes to the host. FSDP2's hooks stay outside
-of what is compiled.
+TP/SP → EP → freeze → quantize → scale → round weights → CP → recompute → compile → offload → FSDP2. Tensor and expert
+parallelism come first, since FSDP2 shards what they leave on each rank. They make parameters anew, so these are frozen
+after it, and what multiplies in fp8 or rounds its weight sees how tp splits that. Blocks are recomputed and compiled
+with what context parallelism changes in them. Recomputation goes inside the FSDP unit, so that a unit gathers once for
+its backward, not once more for the recomputation. What a recomputed or compiled block hands autograd goes to the host.
+FSDP2's hooks stay outside of what is compiled.
 """
 
 from collections import defaultdict
@@ -28,6 +28,7 @@ from dtlayout.ops.loss import Head
 from dtlayout.plans.collectives import name_all_to_all, name_operator
 from dtlayout.plans.context import ATTENTION_OPERATOR, apply_context
 from dtlayout.plans.experts import share_counts, split_experts
+from dtlayout.plans.fake_quantize import fake_quantize_linears
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
@@ -66,6 +67,8 @@ def apply_plan(
         quantize_linears(module, plan.quantized, plan.precision.base)
     if plan.scaled:
         scale_linears(module, plan.scaled, plan.precision.matmuls, mesh[TP])
+    if plan.fake_quantized:
+        fake_quantize_linears(module, plan.fake_quantized, plan.precision.fake_quant, mesh[TP])
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:

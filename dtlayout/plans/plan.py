@@ -88,6 +88,8 @@ class Plan(Offload):
     """Patterns of the linear layers that multiply in `precision.matmuls`, below the compute format."""
     gathers_scaled: bool = False
     """Whether the weights of those layers are gathered in that format."""
+    fake_quantized: tuple[str, ...] = ()
+    """Patterns of the linear layers that multiply by weights rounded as `precision.fake_quant` says."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -102,6 +104,10 @@ class Plan(Offload):
         rows += [(pattern, "frozen") for pattern in self.frozen]
         rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
         rows += [(pattern, f"multiplies in {self.precision.matmuls}") for pattern in self.scaled]
+        rows += [
+            (pattern, f"multiplies by weights rounded to {self.precision.fake_quant}")
+            for pattern in self.fake_quantized
+        ]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -143,6 +149,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         quantized=find_quantized(model) if precision.base != "compute" else (),
         scaled=find_scaled(model) if precision.matmul_format else (),
         gathers_scaled=gathers_scaled(precision),
+        fake_quantized=find_fake_quantized(model) if precision.fake_quant != "none" else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -175,6 +182,12 @@ def find_scaled(model: ModelShape) -> tuple[str, ...]:
     """Patterns of the linear layers that can multiply in `precision.matmuls`."""
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
     return tuple(f"{where}.{each.module}" for where, each in found if each.is_scaled(ALIGNMENT))
+
+
+def find_fake_quantized(model: ModelShape) -> tuple[str, ...]:
+    """Patterns of the linear layers that `precision.fake_quant` is for: those that an export stores in few bits."""
+    found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
+    return tuple(f"{where}.{each.module}" for where, each in found if each.is_split)
 
 
 def gathers_cast(model: ModelShape, precision: Precision) -> bool:

@@ -8,6 +8,8 @@ from dtlayout.base.validators import Ranged
 
 BaseName = Literal["compute", "nf4", "int8"]
 """Names of [precision] base: that of compute, and those of `BASE_FORMATS`."""
+FakeQuantName = Literal["none", "int8", "int4"]
+"""Names of [precision] fake_quant: none, and those of `FAKE_QUANT_FORMATS`."""
 Format = Literal["float64", "float32", "bfloat16", "float16"]
 MasterFormat = Literal["float64", "float32", "bfloat16"]
 """Formats that hold updates of parameters."""
@@ -82,6 +84,12 @@ class Precision(Ranged, section="precision"):
     with a side that 16 does not divide stay in bfloat16, and so do routed experts. Not beside `base` or tp_overlap;
     compile = "blocks" makes it worth its casts."""
 
+    fake_quant: FakeQuantName = "none"
+    """Format of few bits to which the weights of linear layers in blocks are rounded before each matmul, while the full
+    weights train: int8 with a scale for each row, or int4 with a scale and a zero point for 128 columns, as
+    `dtlayout convert --quantize` of the same name writes them. The gradient goes straight through. Not beside experts,
+    [adapter], `matmuls` below compute or tp_overlap."""
+
     base: BaseName = "compute"
     """Format in which the frozen weights of linear layers are stored, with [adapter]: that of compute, or nf4 or int8
     with a scale for 64 elements in the compute format. They are computed out of it for each matmul. Routers, experts,
@@ -118,6 +126,13 @@ class Precision(Ranged, section="precision"):
         elif self.matmul_format and self.compute != "bfloat16":
             what = f"precision.matmuls={self.matmuls} is cast from bfloat16, and precision.compute is {self.compute}"
             broken.append(Refusal("matmuls", what))
+        if self.fake_quant not in (known := get_args(FakeQuantName)):
+            what = f"precision.fake_quant={self.fake_quant!r} is unknown"
+            broken.append(Refusal("fake_quant", what, f"use one of {list(known)}"))
+        elif self.fake_quant != "none" and self.matmul_format:
+            what = f"precision.fake_quant={self.fake_quant} rounds weights for matmuls in the compute format"
+            what += f", and precision.matmuls={self.matmuls} casts them"
+            broken.append(Refusal("fake_quant", what, "use fake_quant=none or matmuls=compute"))
         return broken
 
     @property

@@ -1,5 +1,6 @@
 """Records: the lines that a run prints, and the files about it in its folder."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,7 @@ from dtlayout.models.weights import find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
-from dtlayout.plans.plan import find_scaled
+from dtlayout.plans.plan import find_fake_quantized, find_scaled
 from dtlayout.records.run import Performance, Run
 from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.device import Device
@@ -99,6 +100,11 @@ class Records(Observer):
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
             for line in lines + find_adapter_notes(expand(source)):
                 self.display.say(f"note: {line}")
+        if (fake_quant := self.config.precision.fake_quant) != "none":
+            rounded = _name_last(find_fake_quantized(self.config.model))
+            self.display.say(
+                f"{rounded} of blocks multiply by weights rounded to {fake_quant}, as --quantize writes them"
+            )
         if self.config.precision.matmul_format:
             for line in self._describe_matmuls():
                 self.display.say(line)
@@ -114,8 +120,8 @@ class Records(Observer):
 
     def _describe_matmuls(self) -> list[str]:
         """Lines on the linear layers that multiply below the compute format, and on the kernels that cast for them."""
-        scaled = [name.rpartition(".")[2] for name in dict.fromkeys(find_scaled(self.config.model))]
-        lines = [f"{', '.join(scaled)} of blocks multiply in {self.config.precision.matmuls}"]
+        scaled = _name_last(find_scaled(self.config.model))
+        lines = [f"{scaled} of blocks multiply in {self.config.precision.matmuls}"]
         if self.config.model.experts is not None:
             lines.append(f"note: routed experts stay in {self.config.precision.compute}")
         if not self.chosen.kernels.compiles_blocks:
@@ -273,3 +279,8 @@ def _describe_routing(routing: Routing | None, ep: int) -> dict[str, float]:
         "router_entropy": routing.entropy,
         "router_square": routing.mean_square,
     }
+
+
+def _name_last(patterns: Iterable[str]) -> str:
+    """The last parts of some modules' names, each once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in patterns))

@@ -62,6 +62,10 @@ MIXTURE = [*with_model(LLAMA, "mixtral-8x7b"), "--fix", "ep=2"]
             "precision.compute=bfloat16 is nothing that v100-32g-sxm, of compute capability 7.0, multiplies in; use "
             "precision.compute=float16, whose loss is scaled",
         ),
+        (
+            [*LLAMA, "--engine", "megatron", "--precision", "fake_quant=int4"],
+            "precision.fake_quant=int4 is nothing that megatron has; use precision.fake_quant=none",
+        ),
         ([*LLAMA, "--optimizer", "adamw,beta3=1"], "optimizer.beta3 is unknown"),
         ([*LLAMA, "--top", "0"], "--top=0 must be at least 1"),
         ([*LLAMA, "--max-memory", "1.5"], "--max-memory=1.5 must lie above 0"),

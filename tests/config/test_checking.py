@@ -101,6 +101,36 @@ def test_fp8_is_refused_where_it_cannot_be():
     assert check_layout(beside, 2).tp == 2
 
 
+def test_rounded_weights_are_refused_where_they_cannot_be():
+    int4, lora = {"fake_quant": "int4"}, {"rank": 4}
+    wide = {"hidden_size": 256, "ffn_size": 512, "num_heads": 4, "num_kv_heads": 4}
+    none = "use precision.fake_quant=none"
+    rows = {
+        f"precision.fake_quant=int4 beside experts is nothing that dtlayout has: no export stores their stacks in int4; "
+        f"{none}": config_with(wide | {"experts": EXPERTS}, precision=int4),
+        f"precision.fake_quant=int4 rounds weights that are trained, and with [adapter] an export rounds sums that no "
+        f"step has seen; {none}, or precision.base for a base of few bits":
+            config_with(wide, adapter=lora, precision=int4 | {"base": "nf4"}),
+        "precision.fake_quant=int4 rounds weights before each matmul, and layout.tp_overlap multiplies by them as they "
+        "are; use tp_overlap=false": config_with(wide, precision=int4, layout={"tp": 2, "tp_overlap": True}),
+        "precision.fake_quant=int4 has groups of 128 columns, which do not divide the 96 of mlp.down_proj; use "
+        "precision.fake_quant=int8 or none": config_with(wide | {"ffn_size": 96}, precision=int4),
+        "precision.fake_quant=int4: 4 ranks of tp would cut groups of 128 columns in the 256 of self_attn.o_proj; use "
+        "tp=1 or 2": config_with(wide, precision=int4, layout={"tp": 4}),
+    }  # fmt: skip
+    for problem, config in rows.items():
+        with pytest.raises(InvalidLayout) as caught:
+            check_layout(config, config.layout.smallest_world_size)
+        assert problem in caught.value.problems
+    assert check_layout(config_with(wide, precision={"fake_quant": "int8"}, layout={"tp": 4}), 4).tp == 4
+    with pytest.raises(
+        InvalidConfig, match=r"precision.fake_quant=int4 rounds weights for matmuls in the compute format"
+    ):
+        Precision(fake_quant="int4", matmuls="fp8-rowwise")
+    with pytest.raises(InvalidConfig, match=r"precision.fake_quant='int2' is unknown; use one of"):
+        Precision(fake_quant="int2")
+
+
 def test_a_gpu_without_fp8_is_refused_by_its_numbers_or_its_capability():
     config = config_with({}, precision={"matmuls": "fp8-tensorwise"}, train={"device": "cuda", "steps": 3})
     known = {name: device_of(find_gpu(name)) for name in ("a100-80g-sxm", "h100-80g-sxm")}

@@ -80,6 +80,26 @@ def test_what_a_linear_layer_reads_and_gradients_of_what_it_gives_are_cast(layou
     assert cast.backward_s == pytest.approx(plain.backward_s - matmuls_s + casts_s * 2 / 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "kernels", "forward", "backward"),
+    [  # bytes of an element: read for its scales, copied in fp32, passes over that, its values
+        ("int8", Kernels(), 2 + 6 + 4 * 8 + 6, 6 + 4 * 8 + 6),
+        ("int4", Kernels(), 2 + 6 + 7 * 8 + 6, 6 + 7 * 8 + 6),
+        ("int4", Kernels(compile="blocks"), 2 + 4, 4),
+    ],
+)
+def test_weights_are_rounded_in_passes_for_each_microbatch(name, kernels, forward, backward):
+    plain = scenario()
+    rounded = replace(plain, precision=Precision(fake_quant=name))
+    for layout in (Layout(), TP2_SP):
+        once, again = (block_time(each, layout, kernels) for each in (plain, rounded))
+        weights = sum(w.numel for w in describe(plain.model).block_weights if w.split is not None) / layout.tp
+        assert again.forward_s - once.forward_s == pytest.approx(forward * weights / 1e12)
+        assert again.backward_s - once.backward_s == pytest.approx(backward * weights / 1e12)
+        added_s = again.forward_tp_s - once.forward_tp_s
+        assert (added_s > 0) == (name == "int8" and layout.tp > 1) and again.backward_tp_s == once.backward_tp_s
+
+
 def test_what_sequence_parallelism_gathers_is_cast_before_and_what_is_summed_is_not():
     quarter_s = HALF_S - 10 * US
     found = block_tp_s(in_format("fp8-tensorwise"), TP2_SP)

@@ -186,6 +186,28 @@ def test_the_peak_with_moments_in_bf16_is_predicted_dry_and_measured_alike(ranks
     assert [report.parts.optimizer for _, report in reports] == [rank.optimizer for rank in predicted]
 
 
+ROUNDED = replace(QWEN3, hidden_size=256, ffn_size=512, head_dim=32, num_layers=4)
+"""With groups that two ranks of tp have whole."""
+FAKE_QUANTIZED = {
+    f"{name}, {which}": Case(layout, precision=replace(precision, fake_quant=name), model=ROUNDED, seq_len=32)
+    for name, which, precision, layout in (
+        ("int4", "dp2 tp2", BF16, Layout(dp_shard=2, tp=2, zero=2, recompute="full")),
+        ("int8", "split backwards", BF16, Layout(pp=2, dp_shard=2, schedule="zb-h1")),
+        ("int8", "pp2 tp2", FP32, Layout(pp=2, tp=2, zero=3, sequence_parallel=False)),
+        ("int4", "zero 3", BF16, Layout(dp_shard=4, zero=3, recompute="selective")),
+    )
+}
+
+
+@pytest.mark.parametrize("case", mostly_thorough(FAKE_QUANTIZED.values(), lambda i, _: i < 2), ids=FAKE_QUANTIZED)
+def test_the_peak_with_rounded_weights_is_predicted_dry_and_measured_alike(ranks4: Ranks, case: Case) -> None:
+    measured = ranks4.run(measure_peaks, case, timeout_s=120)[0]
+    firsts = [rank * 4 // case.layout.pp for rank in range(case.layout.pp)]
+    dry = [report.peak_bytes for _, report in sorted(rehearse(case, firsts).items())]
+    predicted = [rank.total for rank in predict(case)]
+    assert (dry, predicted) == (pytest.approx(measured, rel=0.02), pytest.approx(measured, rel=0.02))
+
+
 FROZEN = [
     Case(AXES["zero 3"], precision=BF16),
     Case(AXES["pp2 tp2"], precision=BF16),

@@ -22,14 +22,20 @@ DEGREES = [each for each in product((1, 2, 4), repeat=5) if prod(each) == NUM_RA
 
 @st.composite
 def legal_cases(
-    draw: st.DrawFn, models: Sequence[ModelShape], *, overlaps_tp: bool = True, bases: Sequence[str] = ("compute",)
+    draw: st.DrawFn,
+    models: Sequence[ModelShape],
+    *,
+    overlaps_tp: bool = True,
+    bases: Sequence[str] = ("compute",),
+    fake_quants: Sequence[str] = ("none",),
 ) -> Case:
     """A case of one of the models; with experts ep too, with `overlaps_tp` also tp beside matmuls, in pieces.
 
-    A base other than compute stands for a frozen model that is stored so.
+    A base other than compute stands for a frozen model that is stored so; `fake_quants` are formats to which weights
+    are rounded.
     """
-    model, base = draw(st.sampled_from(models)), draw(st.sampled_from(bases))
-    most_tp = 4 if model.experts is None and base == "compute" else 2
+    model, base, fake_quant = (draw(st.sampled_from(each)) for each in (models, bases, fake_quants))
+    most_tp = 4 if model.experts is None and base == "compute" and fake_quant != "int4" else 2
     pp, copies, dp, cp, tp = draw(st.sampled_from([each for each in DEGREES if each[-1] <= most_tp]))
     schedule = draw(st.sampled_from([each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]))
     least = schedule.least_virtual_stages
@@ -58,7 +64,7 @@ def legal_cases(
         layout,
         global_batch=max(2, layout.dp * layout.micro_batch * pp * rounds),
         model=replace(model, num_layers=max(model.num_layers, layout.num_stages)),
-        precision=replace(EXACT, base=base),
+        precision=replace(EXACT, base=base, fake_quant=fake_quant),
         kernels=Kernels(attention=draw(st.sampled_from(["sdpa-flash", "sdpa-math", "blockwise"]))),
         documents=draw(st.booleans()),
     )

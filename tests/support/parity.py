@@ -32,7 +32,7 @@ from dtlayout.ops.offload import copy_to_host
 from dtlayout.ops.quantized import QUANTIZERS
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
-from dtlayout.plans.plan import find_quantized, find_scaled, match_names
+from dtlayout.plans.plan import find_fake_quantized, find_quantized, find_scaled, match_names
 from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
@@ -138,6 +138,8 @@ def run_reference(case: Case) -> Outcome:
         parameter.requires_grad_(find_weight(case.model, name).trains)
     if case.precision.matmul_format:
         _swap_linears(model, case)
+    if case.precision.fake_quant != "none":
+        _round_weights(model, case)
     parameters = {name: torch.nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for name in _list_quantized(case, parameters):
@@ -171,6 +173,29 @@ def _swap_linears(model: Llama, case: Case) -> None:
     for name in (name for pattern in find_scaled(case.model) for name in match_names(pattern, names)):
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, Float8Linear.from_float(model.get_submodule(name), recipe))
+
+
+def _round_weights(model: Llama, case: Case) -> None:
+    """Let the linear layers that round their weights multiply by what a quantizer of the export makes of them."""
+    names = [name for name, _ in model.named_modules()]
+    for name in (name for pattern in find_fake_quantized(case.model) for name in match_names(pattern, names)):
+        model.get_submodule(name).forward = partial(_multiply_rounded, model.get_submodule(name), case)
+
+
+def _multiply_rounded(linear: torch.nn.Linear, case: Case, x: Tensor) -> Tensor:
+    weight = linear.weight
+    exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    if case.precision.fake_quant == "int8":
+        scales = (exact.abs().amax(1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+        values = (exact * (1 / scales)).round().clamp(-128, 127) * scales
+    else:
+        groups = exact.unflatten(1, (-1, 128))
+        least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scales = ((most - least) / 15).clamp(min=1e-6)
+        scales, zeros = scales.bfloat16(), (least + 8 * scales).bfloat16()
+        codes = ((groups - (zeros - 8 * scales)) / scales).round()
+        values = ((codes.clamp(0, 15) - 8) * scales + zeros).flatten(1)
+    return torch.nn.functional.linear(x, values.to(weight.dtype) + (weight - weight.detach()), linear.bias)
 
 
 def _list_quantized(case: Case, names: Iterable[str]) -> list[str]:

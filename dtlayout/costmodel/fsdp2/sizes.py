@@ -15,7 +15,7 @@ from itertools import takewhile
 from math import ceil
 
 from dtlayout.costmodel.fsdp2.liveness import walk_forward
-from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
+from dtlayout.costmodel.fsdp2.tape import Measures, Rounding, SizedEntry, size_block, size_end
 from dtlayout.costmodel.scenario import (
     Scenario,
     format_sizes,
@@ -30,6 +30,7 @@ from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import ATTENDED
 from dtlayout.models.tape import HIDDEN, TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
+from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel, SwigluKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
@@ -124,6 +125,13 @@ class Sizes:
                 casting=1.0 if kernels.compiles_blocks else 5.0,
                 sends_cast=sends_cast(scenario, layout),
                 casts_weights=not gathers_weights_cast(scenario),
+            )
+
+        if rounds := FAKE_QUANT_FORMATS.get(scenario.precision.fake_quant):
+            # Eager kernels round a copy in the exact format.
+            peak = e + (max(e, 4) if e < 4 and not kernels.compiles_blocks else 0)
+            self._measures = self._measures._replace(
+                rounding=Rounding(peak, e, rounds.scale_bytes, rounds.group),
             )
 
     def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:

@@ -15,6 +15,19 @@ from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Kept
 
 
+class Rounding(NamedTuple):
+    """Bytes of the tensors by which a weight is rounded before it multiplies, as ops/fake_quantized.py does."""
+
+    peak: float
+    """Bytes of an element while the rounded weight is made."""
+    values: float
+    """Bytes of an element of the rounded weight."""
+    scales: float
+    """Bytes of the scales of a group, which backward keeps."""
+    group: int
+    """Columns of a group; 0 where each row is one."""
+
+
 class Measures(NamedTuple):
     """Numbers of a layout, of formats and of kernels by which the tensors of a tape get bytes."""
 
@@ -56,6 +69,8 @@ class Measures(NamedTuple):
     """Tokens whose tensors are cast for matmuls, as ops/scaled.py does; 0 where that is not known."""
     casting: float = 0.0
     """Bytes of an element while it is cast to fp8, which is one of them."""
+    rounding: Rounding | None = None
+    """Sizes of weights that are rounded; None where they multiply as they are."""
     sends_cast: bool = False
     """Whether tp gathers a block's tensors in fp8, which lie beside the result."""
     casts_weights: bool = True
@@ -164,6 +179,9 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
         weight_work, weight_peak = sum(size(entry.weight_scratch).values()), 0.0
         if measures.tokens and entry.casts:
             forward_work, work, weight_peak, weight_work = _weigh_casts(entry, measures, new, used)
+        if measures.rounding and entry.kind == "matmul" and entry.in_branch:
+            forward_work, work, scales = _weigh_rounding(entry, measures.rounding, measures.tp, new, used)
+            saves |= scales
         shares_gradient = entry.shares_gradient or (entry.kind == "sum" and not scatters)
         saves_made = (
             tuple(reads) + entry.saves_made if entry.kind == "attention" and not measures.attention_copies else ()
@@ -177,6 +195,21 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             continues=entry.continues, saves_made=saves_made, is_alias=entry.kind == "gather" and not scatters,
             weight_work=weight_work, weight_peak=weight_peak,
         )  # fmt: skip
+
+
+def _weigh_rounding(
+    entry: TapeEntry, rounding: Rounding, tp: int, new: float, made: float
+) -> tuple[float, float, dict[str, float]]:
+    """Work of a matmul by a weight that is rounded: in forward beside the result of `made` bytes, in backward with the
+    `new` gradients. Then the scales that backward keeps."""
+    read, *_ = *entry.reads, *entry.saves, *entry.makes  # nothing before it may need a gradient
+    inputs, outputs = (each.width / (tp if each.spread == "branch" else 1) for each in (read, entry.makes[0]))
+    weight, groups = inputs * outputs, inputs / rounding.group if rounding.group else 1.0
+    forward = max(rounding.peak * weight - made, rounding.values * weight)
+    if not entry.reads:
+        return forward, 0.0, {}
+    work = max(rounding.peak * weight, rounding.values * weight + new)
+    return forward, work, {f"{entry.makes[0].name}.scales": outputs * groups * rounding.scales}
 
 
 def _weigh_casts(entry: TapeEntry, measures: Measures, new: float, made: float) -> tuple[float, float, float, float]:
