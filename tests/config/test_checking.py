@@ -14,6 +14,7 @@ from dtlayout.costmodel import engine
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.device import Device, check_formats, device_of
+from dtlayout.spec.precision import Precision
 
 EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16}
 
@@ -106,7 +107,7 @@ def test_rounded_weights_are_refused_where_they_cannot_be():
     wide = {"hidden_size": 256, "ffn_size": 512, "num_heads": 4, "num_kv_heads": 4}
     none = "use precision.fake_quant=none"
     rows = {
-        f"precision.fake_quant=int4 beside experts is nothing that dtlayout has: no export stores their stacks in int4; "
+        "precision.fake_quant=int4 beside experts is nothing that dtlayout has: no export stores their stacks in int4; "
         f"{none}": config_with(wide | {"experts": EXPERTS}, precision=int4),
         f"precision.fake_quant=int4 rounds weights that are trained, and with [adapter] an export rounds sums that no "
         f"step has seen; {none}, or precision.base for a base of few bits":
