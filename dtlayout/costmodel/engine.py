@@ -72,7 +72,7 @@ class Engine:
         ]
         if problems:
             raise InvalidConfig(problems)
-        usual = {key: formats[0] for key, formats in known.items()}
+        usual = {key: formats[0] for key, formats in known.items()} or {"reduce": self.features.default_reduce}
         engine, precision = self, Precision(**{**usual, **named})  # type: ignore[arg-type]
         if known and precision.reduce != usual["reduce"]:
             size = BYTES[precision.reduce]

@@ -88,6 +88,8 @@ class Features:
     """Bytes of a gradient while microbatches are accumulated; for fsdp2 precision.reduce says them."""
     reduce_bytes: int = 4
     """Bytes of a gradient when it is sent to other data-parallel ranks."""
+    default_reduce: str = "float32"
+    """Format in which an fsdp2 engine reduces gradients by default; `gradient_bytes` says it of others."""
     other_reduces: tuple[str, ...] = ()
     """Other formats in which the program can be told to accumulate and reduce gradients; fsdp2 takes any."""
     reduction: Literal["all-reduce", "reduce-scatter"] = "reduce-scatter"

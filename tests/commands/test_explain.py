@@ -71,7 +71,7 @@ def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
     fuller = explain(capsys, LLAMA, "--gpus", "64", "--layout.pp=2", "--layout.micro_batch=2")
     assert "\nfits          yes, if the prediction holds: 56.6" in fuller, "a peak of its range is beyond the GPU"
     assert all(" rows of engines that no fit had seen" in line for line in lines[5:7])
-    assert lines[7].startswith("assumed of dtlayout: precision.reduce float32, overlap_dp true, ")
+    assert lines[7].startswith("assumed of dtlayout: precision.reduce bfloat16, overlap_dp true, ")
     table = lines[9:14]
     assert table[0].split()[2:] == [*(field.name for field in fields(MemoryEstimate)), "total"]
     assert len({len(line) for line in table}) == 1
