@@ -117,11 +117,11 @@ COLUMNS: dict[str, Cell] = {
     **dict.fromkeys(("source", "note"), str),
     **dict.fromkeys(("tp_overlap", "ep_overlap", "expert_bias", "drops_tokens"), _truth(default=None)),
     **dict.fromkeys(("query_rank", "kv_rank", "rope_width", "value_width", "window"), _whole(0, may_be_empty=True)),
-    "optimizer_shards": _COUNT,
+    **dict.fromkeys(("optimizer_shards", "expert_tp"), _COUNT),
     "imbalance": _number(1.0, sys.float_info.max, "empty or a number of at least 1"),
     "cp_method": _maybe(CONTEXT_METHODS),
     "ep_dispatcher": _maybe(DISPATCHERS),
-    "gradients": _maybe(BYTES),
+    **dict.fromkeys(("gradients", "state_format"), _maybe(BYTES)),
     **{name: _maybe(choice.values) for name, choice in CHOICES.items()},
     **{column: _maybe(KERNELS_BY_OPERATION[operation]) for column, operation in KERNEL_COLUMNS.items()},
 }  # fmt: skip

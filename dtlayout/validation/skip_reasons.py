@@ -106,6 +106,7 @@ _REASONS: dict[str, Callable[[Cells], Any]] = {
     "multi-head latent attention, its ranks not stated": _lacks_ranks,
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in known_optimizers(),
     "tokens are dropped": lambda row: row["drops_tokens"],
+    "experts are split by tp": lambda row: (row["expert_tp"] or 1) > 1,
     "engine {engine} cannot be told overlap_dp, overlap_pp or cuda_graphs as stated": _has_no_choice,
     "engine {engine} has no schedule {schedule}": _has_no_schedule,
     "engine {engine} has no zero={zero} in pipelines": _has_no_zero,
@@ -135,6 +136,12 @@ def find_reasons(cells: Cells) -> tuple[str, ...]:
     if (cells["mfu"] or 0) > _MOST_MFU and cells["precision"] == "bf16":
         raise InvalidConfig(f"mfu={cells['mfu']} is above 12/7, which takes a format below bf16")
     return tuple(reason.format_map(cells) for reason, holds in _REASONS.items() if holds(cells))
+
+
+def to_optimizer(cells: Cells) -> Optimizer:
+    """The optimizer of a row, with its state in the format that the row says."""
+    kept = {"state_format": cells["state_format"]} if cells["state_format"] else {}
+    return known_optimizers()[cells["optimizer"]](**kept)
 
 
 def known_optimizers() -> dict[str, type[Optimizer]]:

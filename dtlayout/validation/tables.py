@@ -26,7 +26,7 @@ from dtlayout.spec.cluster import Cluster, gpu_named
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.validation.columns import COLUMNS, REQUIRED, WHERE_NO_COLUMN, Cells
 from dtlayout.validation.row_parsing import assume, to_engine, to_kernels, to_layout, to_mfu, to_model
-from dtlayout.validation.skip_reasons import find_reasons, known_optimizers
+from dtlayout.validation.skip_reasons import find_reasons, to_optimizer
 
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
@@ -182,7 +182,7 @@ def _to_run(cells: Cells) -> Run:
     engine, precision = to_engine(cells)
     scenario = Scenario(
         model=model, batch=batch, cluster=cluster, engine=engine, precision=precision,
-        optimizer=known_optimizers()[cells["optimizer"]](),
+        optimizer=to_optimizer(cells),
     )  # fmt: skip
     return Run(
         table=cells["table"], row=cells["row"], source=cells["source"], note=cells["note"], outcome=cells["status"],

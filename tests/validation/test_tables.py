@@ -170,6 +170,7 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"schedule": "gpipe", "virtual_stages": "1"}, ["engine megatron has no schedule gpipe"]),
         ({"zero": "3"}, ["engine megatron has no zero=3 in pipelines"]),
         ({**EXPERTS, "note": "25.09: token drop, capacity not stated"}, ["tokens are dropped"]),
+        ({**EXPERTS, "expert_tp": "2"}, ["experts are split by tp"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
         ({"schedule": "interleaved", "virtual_stages": ""}, ["virtual_stages is not stated"]),
         ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated"]),
@@ -226,6 +227,7 @@ def test_gradients_are_in_the_format_that_a_row_says_or_in_that_of_published_run
 
     assert (find_bytes(gradients="float32"), find_bytes(gradients="bfloat16"), find_bytes()) == (4, 2, 2)
     assert read(tmp_path, engine="torchtitan", gradients="bfloat16").scenario.precision.reduce == "bfloat16"
+    assert read(tmp_path, state_format="bfloat16").scenario.optimizer == AdamW(state_format="bfloat16")
 
 
 def test_columns_name_kernels_methods_and_experts(tmp_path):
