@@ -10,7 +10,7 @@ import torch
 from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import dtlayout.ops.grouped  # noqa: F401  (it registers an operator)
+import dtlayout.ops.scaled_groups  # noqa: F401  (it registers an operator, and so does what it imports)
 from dtlayout.measure.storages import each_tensor
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 
@@ -48,7 +48,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         left, right = (args[i].shape for i in _MATMULS[packet])
         *batch, m, k = left
         work = Matmul(m, right[-1], k, *batch)
-        return replace(work, is_scaled=True) if packet is aten._scaled_mm else work
+        return replace(work, is_scaled=True) if packet in _SCALED else work
     if packet in _ATTENTION:
         count, num_tensors = _ATTENTION[packet]
         given = bind(func, args, kwargs)
@@ -67,10 +67,13 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
     aten._scaled_mm: (0, 1), aten._grouped_mm: (0, 1), torch.ops.dtlayout.grouped_mm: (0, 1),
+    torch.ops.dtlayout.scaled_grouped_mm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
 """Operator → indices of the two arguments that are multiplied. The rows of all experts count as if they shared one
 matrix."""
+_SCALED = {aten._scaled_mm, torch.ops.dtlayout.scaled_grouped_mm}
+"""Operators that multiply in `Precision.matmuls`."""
 _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),

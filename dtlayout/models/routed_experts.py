@@ -57,6 +57,10 @@ class RoutedExperts(BaseOperation):
         """Experts of a token among all."""
         return self.per_token / self.number
 
+    def is_scaled(self, alignment: int) -> bool:
+        """True if experts can multiply below the compute format, in kernels for sizes that `alignment` divides."""
+        return self.width % alignment == self.inner_width % alignment == 0
+
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """A stack of each matrix."""
@@ -93,14 +97,15 @@ class RoutedExperts(BaseOperation):
         active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
         closing = tuple(name for name in name_trained(self.weights) if f"{self.module}.down_proj." in name)
         opening = tuple(name for name in name_trained(self.weights) if name not in closing)
-        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
+        casts = options.scales_experts and self.is_scaled(options.alignment)
+        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=casts)
         saves = self.trains or options.trains_all
         return (
             TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
             matmul(
                 (copies,),
                 opened,
-                (copies._replace(format="cast"),) * saves,
+                (copies._replace(format="cast" if casts else "compute"),) * saves,
                 opening,
                 (copies,) * self.num_opening,
             ),

@@ -32,7 +32,7 @@ from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
 from dtlayout.plans.quantize import quantize_linears
-from dtlayout.plans.scale import scale_linears
+from dtlayout.plans.scale import scale_experts, scale_linears
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import list_kernels
@@ -66,6 +66,8 @@ def apply_plan(
         quantize_linears(module, plan.quantized, plan.precision.base)
     if plan.scaled:
         scale_linears(module, plan.scaled, plan.precision.matmuls, mesh[TP])
+    if plan.scaled_experts:
+        scale_experts(module, plan.scaled_experts, plan.precision.matmuls)
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
@@ -173,7 +175,7 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
 
 _MATMULS = {
     "aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default",
-    "dtlayout.grouped_mm.default",
+    "dtlayout.grouped_mm.default", "dtlayout.scaled_grouped_mm.default",
 }  # fmt: skip
 _PIECES = {"aten.bmm.default"}
 _REDUCTIONS = {

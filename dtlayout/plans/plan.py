@@ -36,6 +36,9 @@ from dtlayout.models.adapters import LowRankLinear, RescaledLinear
 from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Operation
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
+from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.spec.kernel_records import ExpertsKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
@@ -88,6 +91,9 @@ class Plan(Offload):
     """Patterns of the linear layers that multiply in `precision.matmuls`, below the compute format."""
     gathers_scaled: bool = False
     """Whether the weights of those layers are gathered in that format."""
+    scaled_experts: tuple[str, ...] = ()
+    """Patterns of the modules with stacks of experts that multiply in `precision.matmuls` too, and are gathered as
+    they come."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -102,6 +108,7 @@ class Plan(Offload):
         rows += [(pattern, "frozen") for pattern in self.frozen]
         rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
         rows += [(pattern, f"multiplies in {self.precision.matmuls}") for pattern in self.scaled]
+        rows += [(pattern, f"each expert multiplies in {self.precision.matmuls}") for pattern in self.scaled_experts]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -143,6 +150,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         quantized=find_quantized(model) if precision.base != "compute" else (),
         scaled=find_scaled(model) if precision.matmul_format else (),
         gathers_scaled=gathers_scaled(precision),
+        scaled_experts=find_scaled_experts(model, kernels) if precision.matmul_format else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -174,6 +182,14 @@ def find_quantized(model: ModelShape) -> tuple[str, ...]:
 def find_scaled(model: ModelShape) -> tuple[str, ...]:
     """Patterns of the linear layers that can multiply in `precision.matmuls`."""
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
+    return tuple(f"{where}.{each.module}" for where, each in found if each.is_scaled(ALIGNMENT))
+
+
+def find_scaled_experts(model: ModelShape, kernels: Kernels) -> tuple[str, ...]:
+    """Patterns of the modules with stacks of experts that multiply in `precision.matmuls`, if their kernel can."""
+    if not find_kernel(ExpertsKernel, kernels.experts).scales:
+        return ()
+    found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, RoutedExperts))
     return tuple(f"{where}.{each.module}" for where, each in found if each.is_scaled(ALIGNMENT))
 
 
