@@ -42,13 +42,13 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> KernelCall | None:
-    """Work of an operator; None for views, allocations and collectives."""
+    """Work of an operator; None for views, allocations, collectives and what is opened up."""
     packet = func.overloadpacket
     if packet in _MATMULS:
         left, right = (args[i].shape for i in _MATMULS[packet])
         *batch, m, k = left
         work = Matmul(m, right[-1], k, *batch)
-        return replace(work, is_scaled=True) if packet in _SCALED else work
+        return replace(work, is_scaled=True) if packet is aten._scaled_mm else work
     if packet in _ATTENTION:
         count, num_tensors = _ATTENTION[packet]
         given = bind(func, args, kwargs)
@@ -58,7 +58,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         key, value = ((shape[0], query[1], *shape[2:]) for shape in (key, value))
         return AttentionCall(int(count(*upstream, query, key, value)) * (1 if is_masked else 2))
     assert packet not in flop_registry, f"{func} computes, and nobody says how much"
-    if func.is_view or packet in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
+    if func.is_view or packet in _ALLOCATIONS or packet in _OPENED or func.namespace in COLLECTIVE_NAMESPACES:
         return None
     moved_bytes = _count_moved(func, args, kwargs, result)
     return Pass(moved_bytes) if moved_bytes else None
@@ -67,13 +67,12 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
     aten._scaled_mm: (0, 1), aten._grouped_mm: (0, 1), torch.ops.dtlayout.grouped_mm: (0, 1),
-    torch.ops.dtlayout.scaled_grouped_mm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
 """Operator → indices of the two arguments that are multiplied. The rows of all experts count as if they shared one
 matrix."""
-_SCALED = {aten._scaled_mm, torch.ops.dtlayout.scaled_grouped_mm}
-"""Operators that multiply in `Precision.matmuls`."""
+_OPENED = {torch.ops.dtlayout.scaled_grouped_mm}
+"""Operators of ops/composite.py whose inner ones are matmuls and passes."""
 _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),

@@ -125,11 +125,12 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
     yield from _record_dispatch(experts, options)
     given, opened, active = outer(f"{name}.given"), [], inner(f"{name}.active")
     saves = bool(trained) or options.trains_all
+    casts = options.scales_experts and experts.is_scaled(options.alignment)
     for module in (f"{name}.gate_proj", f"{name}.up_proj"):
         opened.append(inner(module))
         weights = tuple(each for each in trained if each.startswith(f"{module}."))
         matmul = TapeEntry("matmul", (given,), (opened[-1],), (given,) * saves, weights, kept_as="matmuls")
-        yield matmul._replace(puts_off=True)
+        yield matmul._replace(puts_off=True, casts=casts, copies=copies_N)
     yield from record_activation(tuple(opened), active, options)
     scores = BlockTensor(f"{name}.scores_N", copies_N, "branch", "exact")
     exact = active._replace(format="exact")
@@ -139,7 +140,7 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
         # Gradients of the product with the scores and of what it multiplied; both factors of the scores' are exact.
         (active, active, exact, *[exact] * options.casts_norms),
         weight_scratch=(active,),  # times scores
-        kept_as="matmuls", puts_off=True,
+        kept_as="matmuls", puts_off=True, casts=casts, copies=copies_N,
     )  # fmt: skip
     yield from _record_combine(experts, options)
 

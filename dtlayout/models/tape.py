@@ -62,6 +62,8 @@ class TapeEntry(NamedTuple):
     casts: bool = False
     """Whether a matmul computes in `Precision.matmuls` where that is another format; routers and adapters do not, and
     experts as the options of the tape say."""
+    copies: float = 0.0
+    """Copies of a token that experts multiply, one expert after the other; 0 for a matmul of each token."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it."""
     saves_again: tuple[BlockTensor, ...] = ()

@@ -4,20 +4,22 @@ Each expert's rows and matrix have scales of their own, as if the expert were a 
 computes it, and result and gradients are that layer's, to the bit. An expert without rows has no scale for them; its
 weight's gradient is 0.
 
-The host reads how many rows each expert has. PyTorch's one kernel for all experts in fp8 is on CUDA alone.
+The host reads how many rows each expert has; fake tensors say that all have as many. PyTorch's one kernel for all
+experts in fp8 is on CUDA alone.
 
 Legend: R rows, D width of a row, N width of a result, E experts.
 """
 
-import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from dtlayout.ops.composite import composite
 from dtlayout.ops.grouped import GroupedMatmul, in_rows, make_result
 from dtlayout.ops.scaled import RECIPES
 
 
 # An operator, so that torch.compile does not look for the ends, and recomputation can keep a result by its name.
-@torch.library.custom_op("dtlayout::scaled_grouped_mm", mutates_args=())
+@composite("dtlayout::scaled_grouped_mm")
 def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor, recipe: str, makes: str) -> Tensor:
     """`ops.grouped`'s loop in a format of `RECIPES`; `makes` is the field of `Recipe` that multiplies.
 
@@ -25,8 +27,8 @@ def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor, recipe: str, ma
     [E, N, D], for the weight's the gradient of the output [N, R] times x [R, D].
     """
     made, matmuls = make_result(left, right, ends), RECIPES[recipe]
-    begin = 0
-    for expert, end in enumerate(ends.tolist()):
+    begin, num_rows = 0, left.shape[right.dim() == 2]
+    for expert, end in enumerate(_read_ends(ends, num_rows)):
         rows = slice(begin, end)
         if makes == "weight_gradient" and begin == end:
             made[expert] = 0
@@ -39,8 +41,15 @@ def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor, recipe: str, ma
         else:
             made[rows] = matmuls.output(left[rows], right[expert].t())
         begin = end
-    assert begin == left.shape[right.dim() == 2], f"{begin} rows have an expert, of {list(left.shape)}"
+    assert begin == num_rows, f"{begin} rows have an expert, of {list(left.shape)}"
     return made
+
+
+def _read_ends(ends: Tensor, num_rows: int) -> list[int]:
+    if isinstance(ends, FakeTensor):
+        return [num_rows * (expert + 1) // len(ends) for expert in range(len(ends))]
+    found: list[int] = ends.tolist()
+    return found
 
 
 @_multiply_in_loop.register_fake
