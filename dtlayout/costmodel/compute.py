@@ -134,8 +134,8 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    tape = rank_tape(scenario)
-    sizes = _matmul_sizes(scenario, layout)
+    tape = rank_tape(scenario, kernels)
+    sizes = _matmul_sizes(scenario, layout, kernels)
     # Other programs' routers are small, and count like the matmuls beside them.
     in_format = not scenario.engine.features.casts_itself
     matmuls_s = [
@@ -152,7 +152,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * permuted_bytes(scenario, layout))  # as much in backward
     permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
-    casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout))
+    casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout, kernels))
     rounding_s, rounding_again_s = (pass_s(scenario, each) for each in rounding_bytes(scenario, layout, kernels))
     ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s + rounding_s
@@ -196,7 +196,7 @@ class _Matmul(NamedTuple):
         return self.rows, self.outputs, self.inputs
 
 
-def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
+def _matmul_sizes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[_Matmul]:
     """Each matmul of a block on one rank; fused ones are one.
 
     An adapter's two are not fused with others. Matmuls of experts count more often where they are slower than others.
@@ -207,7 +207,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[_Matmul]:
     base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in rank_tape(scenario):
+    for entry in rank_tape(scenario, kernels):
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
             outputs, inputs = own_part(made, layout), own_part(read, layout)
@@ -363,9 +363,9 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
 def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     """Seconds in which tp's ranks find scales that tensors have in common, forward and backward (plans/scale.py).
 
-    An all-reduce of two numbers before each matmul, and of one before the gradients of those that tp splits by outputs
-    and before what is gathered in fp8. Where weights are rounded by rows, forward has one of a number for each row that
-    tp splits (plans/fake_quantize.py).
+    An all-reduce of two numbers before each matmul but those of experts, and of one before the gradients of those that
+    tp splits by outputs and before what is gathered in fp8. Where weights are rounded by rows, forward has one of a
+    number for each row that tp splits (plans/fake_quantize.py).
     """
     if (rounds := FAKE_QUANT_FORMATS.get(scenario.precision.fake_quant)) and not rounds.group:
         rows = [
@@ -377,7 +377,7 @@ def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     if fmt is None or not fmt.scales_tensors or not scenario.engine.features.casts_itself:
         return 0.0, 0.0
     each_s = 2 * half_all_reduce_s(_MAXIMUM_BYTES, layout.tp, tp_link(scenario, layout))
-    casting = [entry for entry in rank_tape(scenario) if entry.casts]
+    casting = [entry for entry in rank_tape(scenario) if entry.casts and entry.kind == "matmul"]
     num_split = sum(entry.makes[0].spread == "branch" for entry in casting)
     num_gathered = describe(scenario.model).num_branches * sends_cast(scenario, layout)  # in either direction
     return (len(casting) + num_gathered) * each_s, (num_split + num_gathered) * each_s

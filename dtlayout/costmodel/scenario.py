@@ -23,7 +23,8 @@ from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
 from dtlayout.spec.device import Device, check_compute_format, check_update_format, device_of
-from dtlayout.spec.kernel_records import KernelRequest
+from dtlayout.spec.kernel_records import ExpertsKernel, KernelRequest
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
@@ -246,6 +247,11 @@ def weigh_base(scenario: Scenario) -> BaseSizes:
 def matmul_alignment(scenario: Scenario) -> int:
     """Divisor of both sizes of a linear layer that the engine multiplies below the compute format."""
     return ALIGNMENT if scenario.engine.features.casts_itself else 1
+
+
+def scales_experts(scenario: Scenario, kernels: Kernels) -> bool:
+    """Whether routed experts multiply below the compute format where linear layers do; our trainer's kernel decides."""
+    return not scenario.engine.features.casts_itself or find_kernel(ExpertsKernel, kernels.experts).scales
 
 
 def sends_cast(scenario: Scenario, layout: Layout) -> bool:

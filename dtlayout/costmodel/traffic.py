@@ -12,6 +12,7 @@ from dtlayout.costmodel.scenario import (
     fullest_share,
     gathers_weights_cast,
     matmul_alignment,
+    scales_experts,
     weigh_base,
 )
 from dtlayout.models.families import block_tape, describe
@@ -34,6 +35,8 @@ many where the gradients of what both matmuls read are added."""
 _RESCALED_TRAFFIC_BYTES = 16.0
 """Moved by an adapter's vector likewise: a read and a write, and in backward as many, two reads and a write of the
 products that make the vector's gradient, and a read of these."""
+_ANY = Kernels()
+"""Kernels for a caller that asks nothing of experts."""
 _WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts"})
 """Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm."""
 
@@ -48,14 +51,18 @@ def ranks_by_spread(layout: Layout) -> dict[str, int]:
     return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp, "whole": 1}
 
 
-def rank_tape(scenario: Scenario, fullest: float = 1.0) -> tuple[TapeEntry, ...]:
-    """Steps of a block on one rank; `fullest` as in `TapeOptions`."""
-    return block_tape(scenario.model, PLAIN._replace(fullest=fullest, alignment=matmul_alignment(scenario)))
+def rank_tape(scenario: Scenario, kernels: Kernels = _ANY, fullest: float = 1.0) -> tuple[TapeEntry, ...]:
+    """Steps of a block on one rank; of `kernels` that of experts decides whether they are cast, `fullest` as in
+    `TapeOptions`."""
+    options = PLAIN._replace(
+        fullest=fullest, alignment=matmul_alignment(scenario), scales_experts=scales_experts(scenario, kernels)
+    )
+    return block_tape(scenario.model, options)
 
 
-def fullest_tape(scenario: Scenario, layout: Layout) -> tuple[TapeEntry, ...]:
+def fullest_tape(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[TapeEntry, ...]:
     """Steps of a block on the fullest of ep's ranks."""
-    return rank_tape(scenario, fullest_share(scenario, layout))
+    return rank_tape(scenario, kernels, fullest_share(scenario, layout))
 
 
 def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -80,7 +87,7 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
         "add": widening * _ADDED_TRAFFIC_BYTES,
         "rescale": widening * _RESCALED_TRAFFIC_BYTES,
     }
-    tape = fullest_tape(scenario, layout)
+    tape = fullest_tape(scenario, layout, kernels)
     of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind not in _WITHOUT_PASSES]
     return sum([each * read.width / ranks[read.spread] for each, read in of_width])
 
@@ -90,32 +97,40 @@ def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
 
     Cast are the input of each layer, once where several read the same, and the gradient of its output. Our trainer
     casts it for each layer, unless a compiler sees that the casts are the same: under tp each layer has a scale of its
-    own for a tensor. Weights are apart (`weight_cast_bytes`); a router stays as it is.
+    own for a tensor. No compiler sees into the loop over its experts, where gate and up cast each for itself. Weights
+    are apart (`weight_cast_bytes`); a router stays as it is.
     """
     if (fmt := scenario.precision.matmul_format) is None:
         return 0.0
     ranks, elements, cast = ranks_by_spread(layout), 0.0, set[str]()
     merges = kernels.compiles_blocks and (layout.tp == 1 or scenario.precision.matmuls != "fp8-tensorwise")
-    repeats = scenario.engine.features.casts_itself and not merges
-    for entry in fullest_tape(scenario, layout):
+    is_own = scenario.engine.features.casts_itself
+    repeats = is_own and not merges
+    for entry in fullest_tape(scenario, layout, kernels):
         if entry.casts:
             new = [each for each in entry.reads if repeats or each.name not in cast]
+            new *= len(entry.makes) if is_own and entry.kind == "experts" else 1
             elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
             cast.update(each.name for each in new)
     return fmt.cast_bytes * elements
 
 
-def weight_cast_bytes(scenario: Scenario, layout: Layout) -> tuple[float, float]:
+def weight_cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
     """Bytes moved by casts of a block's weights in each forward and each backward: our trainer casts them every time,
     in one of both orders, or copies into the other one in backward what was gathered as it multiplies. Other programs
     cast once a step, which is left out."""
     fmt = scenario.precision.matmul_format
     if fmt is None or not scenario.engine.features.casts_itself:
         return 0.0, 0.0
-    sizes = [(entry.reads[0], entry.makes[0]) for entry in rank_tape(scenario) if entry.casts]
+    casting = [entry for entry in rank_tape(scenario, kernels) if entry.casts]
+    sizes = [(entry.reads[0], entry.makes[0]) for entry in casting if entry.kind == "matmul"]
     elements = sum([own_part(read, layout) * own_part(made, layout) for read, made in sizes])
     forward, backward = (0.0, 2.0) if gathers_weights_cast(scenario) else (fmt.cast_bytes / 2, fmt.cast_bytes / 2)
-    return forward * elements, backward * elements
+    of_experts = 0.0  # which are gathered as they come
+    if (experts := describe(scenario.model).experts) and len(casting) > len(sizes):
+        matrices = sum([weight.numel for weight in experts.weights if weight.role == "expert"])
+        of_experts = fmt.cast_bytes / 2 * matrices / layout.ep
+    return forward * elements + of_experts, backward * elements + of_experts
 
 
 def base_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import dtlayout.ops.grouped  # noqa: F401  (it registers an operator)
+import dtlayout.ops.scaled_groups  # noqa: F401  (it registers an operator, and so does what it imports)
 from dtlayout.measure.storages import each_tensor
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 
@@ -42,7 +42,7 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> KernelCall | None:
-    """Work of an operator; None for views, allocations and collectives."""
+    """Work of an operator; None for views, allocations, collectives and what is opened up."""
     packet = func.overloadpacket
     if packet in _MATMULS:
         left, right = (args[i].shape for i in _MATMULS[packet])
@@ -58,7 +58,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         key, value = ((shape[0], query[1], *shape[2:]) for shape in (key, value))
         return AttentionCall(int(count(*upstream, query, key, value)) * (1 if is_masked else 2))
     assert packet not in flop_registry, f"{func} computes, and nobody says how much"
-    if func.is_view or packet in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
+    if func.is_view or packet in _ALLOCATIONS or packet in _OPENED or func.namespace in COLLECTIVE_NAMESPACES:
         return None
     moved_bytes = _count_moved(func, args, kwargs, result)
     return Pass(moved_bytes) if moved_bytes else None
@@ -71,6 +71,8 @@ _MATMULS = {
 }  # fmt: skip
 """Operator → indices of the two arguments that are multiplied. The rows of all experts count as if they shared one
 matrix."""
+_OPENED = {torch.ops.dtlayout.scaled_grouped_mm}
+"""Operators of ops/composite.py whose inner ones are matmuls and passes."""
 _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),

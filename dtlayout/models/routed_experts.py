@@ -57,6 +57,10 @@ class RoutedExperts(BaseOperation):
         """Experts of a token among all."""
         return self.per_token / self.number
 
+    def is_scaled(self, alignment: int) -> bool:
+        """True if experts can multiply below the compute format, in kernels for sizes that `alignment` divides."""
+        return self.width % alignment == self.inner_width % alignment == 0
+
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """A stack of each matrix."""
@@ -93,14 +97,15 @@ class RoutedExperts(BaseOperation):
         active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
         closing = tuple(name for name in name_trained(self.weights) if f"{self.module}.down_proj." in name)
         opening = tuple(name for name in name_trained(self.weights) if name not in closing)
-        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
+        casts = options.scales_experts and self.is_scaled(options.alignment)
+        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=casts)
         saves = self.trains or options.trains_all
         return (
             TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
             matmul(
                 (copies,),
                 opened,
-                (copies._replace(format="cast"),) * saves,
+                (copies._replace(format="cast" if casts else "compute"),) * saves,
                 opening,
                 (copies,) * self.num_opening,
             ),
@@ -120,11 +125,12 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
     yield from _record_dispatch(experts, options)
     given, opened, active = outer(f"{name}.given"), [], inner(f"{name}.active")
     saves = bool(trained) or options.trains_all
+    casts = options.scales_experts and experts.is_scaled(options.alignment)
     for module in (f"{name}.gate_proj", f"{name}.up_proj"):
         opened.append(inner(module))
         weights = tuple(each for each in trained if each.startswith(f"{module}."))
         matmul = TapeEntry("matmul", (given,), (opened[-1],), (given,) * saves, weights, kept_as="matmuls")
-        yield matmul._replace(puts_off=True)
+        yield matmul._replace(puts_off=True, casts=casts, copies=copies_N)
     yield from record_activation(tuple(opened), active, options)
     scores = BlockTensor(f"{name}.scores_N", copies_N, "branch", "exact")
     exact = active._replace(format="exact")
@@ -134,7 +140,7 @@ def _record_own(experts: RoutedExperts, options: TapeOptions) -> Iterator[TapeEn
         # Gradients of the product with the scores and of what it multiplied; both factors of the scores' are exact.
         (active, active, exact, *[exact] * options.casts_norms),
         weight_scratch=(active,),  # times scores
-        kept_as="matmuls", puts_off=True,
+        kept_as="matmuls", puts_off=True, casts=casts, copies=copies_N,
     )  # fmt: skip
     yield from _record_combine(experts, options)
 

@@ -60,7 +60,10 @@ class TapeEntry(NamedTuple):
     kept_as: Kept | None = None
     """Word of the recomputations that keep its results; None where every one computes them again."""
     casts: bool = False
-    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers and adapters do not."""
+    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers and adapters do not, and
+    experts as the options of the tape say."""
+    copies: float = 0.0
+    """Copies of a token that experts multiply, one expert after the other; 0 for a matmul of each token."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it."""
     saves_again: tuple[BlockTensor, ...] = ()
@@ -113,7 +116,9 @@ class TapeOptions(NamedTuple):
     ends_gradients: bool = False
     """Whether the block's input needs no gradient: nothing before it is trained."""
     alignment: int = 1
-    """Divisor of both sizes of a linear layer that multiplies below the compute format."""
+    """Divisor of both sizes of a linear layer, or of an expert, that multiplies below the compute format."""
+    scales_experts: bool = True
+    """Whether routed experts multiply below the compute format where linear layers do."""
 
 
 PLAIN = TapeOptions()

@@ -29,6 +29,8 @@ class GroupedMatmul(NamedTuple):
 
     `ends` are int32, on the device of the rows: the number of rows up to each expert's last. The last one is R.
     """
+    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Gradient of the result [R, N], weights [E, N, D] and ends [E] → gradient of the rows [R, D]."""
     weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Gradient of the result [R, N], rows [R, D] and ends [E] → gradient of the weights [E, N, D], which is 0 where an
     expert has no rows."""
@@ -97,10 +99,10 @@ class _MultiplyGroups(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends, scores = ctx.saved_tensors
         of_x, of_weight, _, of_scores, *_ = ctx.needs_input_grad
-        gradient = _in_rows(gradients[0])
+        gradient = in_rows(gradients[0])
         made: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if of_x or of_scores:
-            product = ctx.kernel.multiply(gradient, weight.mT, ends)  # gradient of the rows times their scores
+            product = ctx.kernel.input_gradient(gradient, weight, ends)  # gradient of the rows times their scores
             made[0] = _scaled(product, scores) if of_x else None
             made[3] = _sum_products(product, x, scores) if of_scores else None
             del product  # which would lie beside the weight's gradient
@@ -127,7 +129,7 @@ def _differentiate_weight(
     return kernel.weight_gradient(gradient, _scaled(x, scores), ends)
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """The tensor [R, D] with one row behind the other.
 
     torch._grouped_mm refuses other strides, such as those of a gradient that is an expanded sum, also without rows.
@@ -156,7 +158,7 @@ def _leaves_garbage(device: torch.device) -> bool:
 @torch.library.custom_op("dtlayout::grouped_mm", mutates_args=())
 def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """`_multiply_grouped`, one expert after the other."""
-    made = _make_result(left, right, ends)
+    made = make_result(left, right, ends)
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         if right.dim() == 2:
@@ -169,7 +171,8 @@ def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 @_multiply_in_loop.register_fake
-def _make_result(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def make_result(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Memory for what torch._grouped_mm makes of these."""
     groups = [ends.shape[0]] if right.dim() == 2 else []
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
@@ -177,14 +180,15 @@ def _make_result(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 @register_op_impl(torch.ops.aten._grouped_mm.default)
 def _grouped_on_fake(mode: Any, operator: Any, left: Tensor, right: Tensor, offs: Tensor) -> Any:
     """The result in the formats that CPUs compute and torch's own fake of this operator refuses."""
-    return NotImplemented if left.dtype == torch.bfloat16 else _make_result(left, right, offs)
+    return NotImplemented if left.dtype == torch.bfloat16 else make_result(left, right, offs)
 
 
 def _from(operator: Callable[[Tensor, Tensor, Tensor], Tensor]) -> GroupedMatmul:
     """A kernel of an operator that computes what torch._grouped_mm does."""
     return GroupedMatmul(
-        lambda x, weight, ends: operator(_in_rows(x), weight.mT, ends),
-        lambda gradient, x, ends: operator(_in_rows(gradient).t(), _in_rows(x), ends),
+        lambda x, weight, ends: operator(in_rows(x), weight.mT, ends),
+        lambda gradient, weight, ends: operator(in_rows(gradient), weight, ends),
+        lambda gradient, x, ends: operator(in_rows(gradient).t(), in_rows(x), ends),
     )
 
 

@@ -85,6 +85,17 @@ def multiply_rowwise(x: Tensor, weight: Tensor, bias: Tensor | None = None, dela
     return output if bias is None else output + bias
 
 
+class Recipe(NamedTuple):
+    """The matmuls of a linear layer by itself, of matrices as they come; each finds all scales that it needs."""
+
+    output: Callable[[Tensor, Tensor], Tensor]
+    """x [T, D] and weight [N, D] → x·wᵀ [T, N]."""
+    input_gradient: Callable[[Tensor, Tensor], Tensor]
+    """Gradient of the output [T, N] and weight [N, D] → gradient of x [T, D]."""
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+    """Gradient of the output [T, N] and x [T, D] → gradient of the weight [N, D]."""
+
+
 class _Tensorwise(Function):
     @staticmethod
     def forward(
@@ -133,8 +144,7 @@ class _Rowwise(Function):
         ctx.delay = delay
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        x_TD, weight_ND = _cast_along(x.flatten(0, -2), 1), _cast_along(weight, 1)
-        return _multiply(x_TD, weight_ND.t(), x.dtype, fast=True).view(*x.shape[:-1], -1)
+        return ROWWISE.output(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,18 +152,11 @@ class _Rowwise(Function):
         gradient_TN, (of_x, of_weight, _) = gradients[0].flatten(0, -2), ctx.needs_input_grad
         made: list[Tensor | None] = [None, None]
         if of_x:
-            cast_TN, weight_ND = _cast_along(gradient_TN, 1), _cast_along(weight, 0)
-            made[0] = _multiply_and_scale(cast_TN, weight_ND, gradient_TN.dtype).view(*gradients[0].shape[:-1], -1)
-            del cast_TN, weight_ND
+            made[0] = ROWWISE.input_gradient(gradient_TN, weight).view(*gradients[0].shape[:-1], -1)
         if of_weight:
             # Saved as it was, x would keep the graph behind it.
-            made[1] = ctx.delay(partial(_differentiate_rowwise, gradient_TN, x.detach().flatten(0, -2)))
+            made[1] = ctx.delay(partial(ROWWISE.weight_gradient, gradient_TN, x.detach().flatten(0, -2)))
         return *made, None
-
-
-def _differentiate_rowwise(gradient_TN: Tensor, x_TD: Tensor) -> Tensor:
-    left, right = _cast_along(_fill_up(gradient_TN), 0), _cast_along(_fill_up(x_TD), 0)
-    return _multiply_and_scale(left.t(), right, x_TD.dtype)
 
 
 def find_magnitude(x: Tensor) -> Tensor:
@@ -206,3 +209,42 @@ def _multiply_and_scale(left: Scaled, right: Scaled, fmt: torch.dtype) -> Tensor
     one = left.scale.new_ones(())
     product = _multiply(Scaled(left.values, one), Scaled(right.values, one), torch.bfloat16)
     return product.mul_(left.scale.reciprocal()).mul_(right.scale.reciprocal()).to(fmt)
+
+
+def _multiply_rows(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    return _multiply(_cast_along(x_TD, 1), _cast_along(weight_ND, 1).t(), x_TD.dtype, fast=True)
+
+
+def _differentiate_rows(gradient_TN: Tensor, weight_ND: Tensor) -> Tensor:
+    return _multiply_and_scale(_cast_along(gradient_TN, 1), _cast_along(weight_ND, 0), gradient_TN.dtype)
+
+
+def _differentiate_weight_of_rows(gradient_TN: Tensor, x_TD: Tensor) -> Tensor:
+    left, right = _cast_along(_fill_up(gradient_TN), 0), _cast_along(_fill_up(x_TD), 0)
+    return _multiply_and_scale(left.t(), right, x_TD.dtype)
+
+
+def _cast_whole(x: Tensor, fmt: torch.dtype) -> Scaled:
+    """A matrix with one scale of its own."""
+    return cast(x, find_scales(find_magnitude(x), fmt), fmt)
+
+
+def _multiply_whole(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    return _multiply(_cast_whole(x_TD, E4M3), _cast_whole(weight_ND, E4M3).t(), x_TD.dtype, fast=True)
+
+
+def _differentiate_whole(gradient_TN: Tensor, weight_ND: Tensor) -> Tensor:
+    return _multiply(_cast_whole(gradient_TN, E5M2), _cast_whole(weight_ND, E4M3), gradient_TN.dtype)
+
+
+def _differentiate_weight_of_whole(gradient_TN: Tensor, x_TD: Tensor) -> Tensor:
+    of_gradient, of_x = find_scales(find_magnitude(gradient_TN), E5M2), find_scales(find_magnitude(x_TD), E4M3)
+    return _differentiate_tensorwise(gradient_TN, of_gradient, x_TD, of_x)
+
+
+TENSORWISE = Recipe(_multiply_whole, _differentiate_whole, _differentiate_weight_of_whole)
+"""`multiply_tensorwise` and its gradients, where no scale is shared."""
+ROWWISE = Recipe(_multiply_rows, _differentiate_rows, _differentiate_weight_of_rows)
+"""`multiply_rowwise` and its gradients."""
+RECIPES = {"fp8-tensorwise": TENSORWISE, "fp8-rowwise": ROWWISE}
+"""Name in `precision.matmuls` → matmuls."""

@@ -33,7 +33,7 @@ from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
 from dtlayout.plans.quantize import quantize_linears
-from dtlayout.plans.scale import scale_linears
+from dtlayout.plans.scale import scale_experts, scale_linears
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import list_kernels
@@ -69,6 +69,8 @@ def apply_plan(
         scale_linears(module, plan.scaled, plan.precision.matmuls, mesh[TP])
     if plan.fake_quantized:
         fake_quantize_linears(module, plan.fake_quantized, plan.precision.fake_quant, mesh[TP])
+    if plan.scaled_experts:
+        scale_experts(module, plan.scaled_experts, plan.precision.matmuls)
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
@@ -176,7 +178,7 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
 
 _MATMULS = {
     "aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default",
-    "dtlayout.grouped_mm.default",
+    "dtlayout.grouped_mm.default", "dtlayout.scaled_grouped_mm.default",
 }  # fmt: skip
 _PIECES = {"aten.bmm.default"}
 _REDUCTIONS = {

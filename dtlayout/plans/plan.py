@@ -36,6 +36,9 @@ from dtlayout.models.adapters import LowRankLinear, RescaledLinear
 from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Operation
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
+from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.spec.kernel_records import ExpertsKernel
+from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
@@ -90,6 +93,9 @@ class Plan(Offload):
     """Whether the weights of those layers are gathered in that format."""
     fake_quantized: tuple[str, ...] = ()
     """Patterns of the linear layers that multiply by weights rounded as `precision.fake_quant` says."""
+    scaled_experts: tuple[str, ...] = ()
+    """Patterns of the modules with stacks of experts that multiply in `precision.matmuls` too, and are gathered as
+    they come."""
     experts: str = ""
     """Pattern of the modules with stacks of experts, which are a unit of their own; empty where no mesh of experts
     shards them (`needs_expert_mesh`)."""
@@ -108,6 +114,7 @@ class Plan(Offload):
             (pattern, f"multiplies by weights rounded to {self.precision.fake_quant}")
             for pattern in self.fake_quantized
         ]
+        rows += [(pattern, f"each expert multiplies in {self.precision.matmuls}") for pattern in self.scaled_experts]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
@@ -150,6 +157,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         scaled=find_scaled(model) if precision.matmul_format else (),
         gathers_scaled=gathers_scaled(precision),
         fake_quantized=find_fake_quantized(model) if precision.fake_quant != "none" else (),
+        scaled_experts=find_scaled_experts(model, kernels) if precision.matmul_format else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
@@ -188,6 +196,14 @@ def find_fake_quantized(model: ModelShape) -> tuple[str, ...]:
     """Patterns of the linear layers that `precision.fake_quant` is for: those that an export stores in few bits."""
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
     return tuple(f"{where}.{each.module}" for where, each in found if each.is_split)
+
+
+def find_scaled_experts(model: ModelShape, kernels: Kernels) -> tuple[str, ...]:
+    """Patterns of the modules with stacks of experts that multiply in `precision.matmuls`, if their kernel can."""
+    if not find_kernel(ExpertsKernel, kernels.experts).scales:
+        return ()
+    found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, RoutedExperts))
+    return tuple(f"{where}.{each.module}" for where, each in found if each.is_scaled(ALIGNMENT))
 
 
 def gathers_cast(model: ModelShape, precision: Precision) -> bool:

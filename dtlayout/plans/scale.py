@@ -1,9 +1,11 @@
-"""Linear layers that multiply in fp8, with one scale for all parts of a tensor that the ranks of tp share.
+"""Linear layers that multiply in fp8, with one scale for all parts of a tensor that the ranks of tp share; and experts.
 
 A scale of a whole tensor is the same in every layout that gives a microbatch's tokens to the same ranks of dp and cp:
 these scale their activations each for itself, as torchao does, and weights are whole where they multiply. tp's ranks
 tell each other the largest magnitudes of their parts: of input and weight together, once in forward; in backward of the
 output's gradient, where tp splits the outputs. Scales of rows are each rank's own: of the part of a row that it has.
+
+An expert's weight is whole on one rank of ep and tp, which gets the expert's rows; it has scales of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtlayout.ops.grouped import StackedLinear
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.scaled import multiply_rowwise, multiply_tensorwise
+from dtlayout.ops.scaled_groups import SCALED_LOOPS
 from dtlayout.plans.collectives import Group, find_largest
 from dtlayout.plans.plan import match_names
 
@@ -29,6 +33,14 @@ def scale_linears(module: nn.Module, patterns: Sequence[str], name: str, tp_mesh
             linear.__class__ = SplittableLinear
         assert isinstance(linear, SplittableLinear), "linear layers alone multiply in fp8"
         linear.multiply = _MULTIPLY[name](group, _splits_outputs(linear.weight))
+
+
+def scale_experts(module: nn.Module, patterns: Sequence[str], name: str) -> None:
+    """Have the stacks of the experts that these patterns name multiply in a format of `SCALED_LOOPS`."""
+    names = [name for name, _ in module.named_modules()]
+    for experts in (module.get_submodule(each) for pattern in patterns for each in match_names(pattern, names)):
+        for stack in (part for part in experts.modules() if isinstance(part, StackedLinear)):
+            stack.kernel = SCALED_LOOPS[name]
 
 
 def _splits_outputs(weight: Tensor) -> bool:

@@ -285,12 +285,14 @@ class LossKernel(Kernel):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel(Kernel):
-    """Matmuls of a mixture's experts; its function is a pair, a `GroupedMatmul` of ops/grouped.py."""
+    """Matmuls of a mixture's experts; its function is a `GroupedMatmul` of ops/grouped.py."""
 
     operation = "experts"
     is_priced = False
     row_bytes: int = 1
     """Number of bytes of which each row must be a multiple."""
+    scales: bool = False
+    """Whether it multiplies in `precision.matmuls` where that is fp8; else in the compute format."""
     single_on: tuple[int, ...] = ()
     """First numbers of the compute capability of the GPUs on which one kernel computes all experts; empty if it does so
     on none."""

@@ -179,7 +179,7 @@ _KERNELS: tuple[Kernel, ...] = (
     ),
     ExpertsKernel(
         name="loop", function="dtlayout.ops.grouped:LOOP", preference=2, reason="it computes everything",
-        traces=(r"^dtlayout::grouped_mm$",),
+        scales=True, traces=(r"^dtlayout::(scaled_)?grouped_mm$",),
     ),
 )  # fmt: skip
 KERNELS: dict[str, dict[str, Kernel]] = {}

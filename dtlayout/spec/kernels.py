@@ -36,8 +36,8 @@ class Kernels:
     """Cross-entropy. eager: of all logits at once, in fp32. chunked: of a chunk of the logits after another. linear:
     chunk after chunk together with the head's matmul, so that no more than a chunk of logits is ever there."""
     experts: str = "loop"
-    """Matmuls of experts: one operation of PyTorch for all of them (grouped), or one matmul after the other (loop).
-    Without effect in a model without experts."""
+    """Matmuls of experts: one operation of PyTorch for all of them (grouped), or one matmul after the other (loop),
+    which alone multiplies in `precision.matmuls`. Without effect in a model without experts."""
     compile: Compile = "none"
     """Parts that torch.compile compiles: each block by itself (blocks), the loss (loss), or a whole pipeline stage
     (model)."""

@@ -25,7 +25,7 @@ from dtlayout.models.weights import find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
-from dtlayout.plans.plan import find_fake_quantized, find_scaled
+from dtlayout.plans.plan import find_fake_quantized, find_scaled, find_scaled_experts
 from dtlayout.records.run import Performance, Run
 from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.device import Device
@@ -123,7 +123,9 @@ class Records(Observer):
         scaled = _name_last(find_scaled(self.config.model))
         lines = [f"{scaled} of blocks multiply in {self.config.precision.matmuls}"]
         if self.config.model.experts is not None:
-            lines.append(f"note: routed experts stay in {self.config.precision.compute}")
+            is_scaled = find_scaled_experts(self.config.model, self.chosen.kernels)
+            name = self.config.precision.matmuls if is_scaled else self.config.precision.compute
+            lines.append(f"routed experts multiply in {name} (kernels.experts={self.chosen.kernels.experts})")
         if not self.chosen.kernels.compiles_blocks:
             lines.append("note: fp8 is slower where blocks are not compiled: casts are kernels of their own then")
         return lines

@@ -26,7 +26,7 @@ from dtlayout.training.step import TrainStep
 
 WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=2)
 LORA = replace(WIDE, adapter=Adapter(rank=4))
-WIDE_MIXTURE = replace(BALANCED, hidden_size=64, ffn_size=96)
+WIDE_MIXTURE = replace(BALANCED, hidden_size=64, ffn_size=96, experts=replace(BALANCED.experts, ffn_size=32))
 QUANTIZABLE = replace(LORA, ffn_size=128)
 TENSORWISE, ROWWISE = (Precision(matmuls=f"fp8-{name}") for name in ("tensorwise", "rowwise"))
 MUON, LEAN_MUON = Muon(rest=SMOOTH), Muon(rest=LEAN)

@@ -24,8 +24,12 @@ from parity import (
 )
 from ranks import Ranks
 from thorough import thorough
+from torch import Tensor
 from torch._dynamo.utils import counters
 
+from dtlayout.ops.grouped import GroupedMatmul, StackedLinear
+from dtlayout.ops.scaled import multiply_rowwise, multiply_tensorwise
+from dtlayout.ops.scaled_groups import SCALED_LOOPS
 from dtlayout.plans.plan import make_plan
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
@@ -35,7 +39,7 @@ from dtlayout.spec.precision import Precision
 FORMATS = ["fp8-tensorwise", "fp8-rowwise"]
 WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=4)
 BIASED = replace(WIDE, family="qwen2", qkv_bias=True)
-MIXED = replace(BALANCED, hidden_size=64, ffn_size=96)
+MIXED = replace(BALANCED, hidden_size=64, ffn_size=96, experts=replace(BALANCED.experts, ffn_size=32))
 SPLIT = {
     "tp": Layout(dp_shard=2, tp=2, sequence_parallel=False),
     "tp with sequence parallelism": Layout(dp_shard=2, tp=2, recompute="full"),
@@ -75,6 +79,22 @@ def gather_in_bf16(case: Case) -> Outcome | None:
 def gather_weights_in_bf16(case: Case) -> Outcome | None:
     """The step, with weights gathered before they are cast."""
     with mock.patch("dtlayout.plans.plan.gathers_scaled", return_value=False):
+        return run_layout(case)
+
+
+def multiply_one_by_one(
+    x: Tensor, weight: Tensor, ends: Tensor, kernel: GroupedMatmul, scores: Tensor | None = None
+) -> Tensor:
+    """Each expert as a linear layer in fp8 of its own."""
+    multiply = {"fp8-tensorwise": multiply_tensorwise, "fp8-rowwise": multiply_rowwise}
+    (name,) = (name for name, each in SCALED_LOOPS.items() if each is kernel)
+    rows = x if scores is None else (x * scores[:, None]).to(x.dtype)
+    parts = zip(rows.tensor_split(ends[:-1].long().cpu()), weight, strict=True)
+    return torch.cat([multiply[name](part, matrix) if len(part) else part @ matrix.t() for part, matrix in parts])
+
+
+def run_one_by_one(case: Case) -> Outcome | None:
+    with mock.patch.object(StackedLinear, "multiply", staticmethod(multiply_one_by_one)):
         return run_layout(case)
 
 
@@ -144,6 +164,20 @@ def test_weights_that_are_gathered_in_fp8_have_the_bits_of_what_is_cast_later(ra
     found, expected = train(ranks4, case), train(ranks4, case, gather_weights_in_bf16)
     assert have_same_bits(found, expected)
     assert all(np.array_equal(found.parameters[name], each) for name, each in expected.parameters.items())
+
+
+@pytest.mark.parametrize("name", ["fp8-tensorwise", thorough("fp8-rowwise")])
+def test_each_expert_has_the_bits_of_a_linear_layer_and_split_backwards_change_none(ranks4: Ranks, name: str) -> None:
+    layout = Layout(dp_shard=2, tp=2, ep=2, zero=3, recompute="selective")
+    case = case_of(layout, name, model=replace(MIXED, num_layers=2))
+    found = train(ranks4, case)
+    assert have_same_bits(found, train(ranks4, case, run_one_by_one))
+    grouped = train(ranks4, replace(case, kernels=Kernels(experts="grouped")))
+    assert grouped.loss != found.loss and find_difference(grouped, found) > 0.01, "the grouped kernel stays in bf16"
+    case = replace(case, layout=Layout(pp=2, dp_shard=2, ep=2, schedule="zb-h1"))
+    assert have_same_bits(
+        train(ranks4, case), train(ranks4, replace(case, layout=replace(case.layout, schedule="1f1b")))
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8-tensorwise", thorough("fp8-rowwise")])

@@ -23,6 +23,7 @@ from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
 
 STUDY_13B, LLAMA_8B, LLAMA_70B = (
     replace(subject, global_batch=max(2, subject.layout.pp) * subject.layout.dp)
@@ -84,7 +85,27 @@ def test_each_action_of_a_step_holds_what_the_formula_says(
 ) -> None:
     """Forwards too, whose peaks are those of a step in few layouts."""
     short = ("num_layers", max(4, layout.num_stages)), ("vocab_size", 32_000), ("adapter", adapter)
-    subject = Subject("llama3.1-8b", "h100-80g-sxm", 4096, 6 * layout.micro_batch * layout.dp, layout, short)
+    check_actions(
+        Subject("llama3.1-8b", "h100-80g-sxm", 4096, 6 * layout.micro_batch * layout.dp, layout, short), matmuls
+    )
+
+
+WIDE_EXPERTS = (
+    ("num_layers", 2), ("vocab_size", 32_000), ("experts", Experts(number=2, per_token=2, ffn_size=8192)),
+)  # fmt: skip
+"""Of a model whose experts hold more inside of them than outside."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "matmuls"), [("1f1b", "compute"), ("zb-h1", "fp8-tensorwise"), thorough(("1f1b", "fp8-rowwise"))]
+)
+def test_each_action_holds_what_the_formula_says_of_few_wide_experts(schedule: str, matmuls: str) -> None:
+    layout = Layout(pp=2, dp_shard=2, ep=2, schedule=schedule)
+    check_actions(Subject("qwen3-30b-a3b", "h100-80g-sxm", 4096, 2 * layout.dp, layout, WIDE_EXPERTS), matmuls)
+
+
+def check_actions(subject: Subject, matmuls: str) -> None:
+    layout = subject.layout
     config = replace(subject.config, precision=replace(subject.config.precision, matmuls=matmuls))
     scenario = own_scenario(config, layout.world_size, find_gpu(subject.gpu))
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)

@@ -39,6 +39,7 @@ SHALLOW = replace(SHAPE, num_layers=1)
 LORA, IA3 = Adapter(rank=8), Adapter(method="ia3")
 TENSORWISE, ROWWISE = (replace(BF16, matmuls=name) for name in ("fp8-tensorwise", "fp8-rowwise"))
 WIDE = replace(SHAPE, hidden_size=128, ffn_size=256, adapter=LORA)
+WIDE_MIXTURE = replace(MIXTURE, hidden_size=64, ffn_size=96, experts=replace(MIXTURE.experts, ffn_size=32))
 CASES = [
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
     Case(Layout(dp_replicate=2, dp_shard=2, recompute="full"), precision=FP32, kernels=Kernels(attention="sdpa-math")),
@@ -77,6 +78,7 @@ CASES = [
         model=replace(SHAPE, adapter=LORA),
     ),
     Case(Layout(pp=2, tp=2, micro_batch=2), precision=TENSORWISE, model=replace(WIDE, adapter=None)),
+    Case(Layout(dp_shard=2, tp=2, ep=2, zero=3), precision=TENSORWISE, model=WIDE_MIXTURE),
     Case(Layout(dp_shard=4, recompute="selective"), precision=ROWWISE, model=replace(WIDE, adapter=None)),
 ]
 CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtlayout.measure.kernels import KernelRecorder, _match, list_traces
 from dtlayout.ops.grouped import GROUPED, LOOP, multiply_groups
+from dtlayout.ops.scaled_groups import SCALED_LOOPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -47,11 +48,13 @@ def test_norm_and_activation_have_names_where_they_are_one_operation():
     assert (recorder.executed["norm"], recorder.executed["swiglu"]) == (["fused"], ["eager"])
 
 
-@pytest.mark.parametrize(("kernel", "name"), [(GROUPED, "grouped"), (LOOP, "loop")])
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(GROUPED, "grouped"), (LOOP, "loop"), (SCALED_LOOPS["fp8-tensorwise"], "loop")]
+)
 def test_matmuls_of_experts_have_the_name_of_their_kernel(kernel, name):
     ends = torch.tensor([1, 4], dtype=torch.int32)
     with KernelRecorder() as recorder:
-        multiply_groups(torch.randn(4, 8), torch.randn(2, 8, 8), ends, kernel)
+        multiply_groups(torch.randn(4, 16), torch.randn(2, 16, 16), ends, kernel)
     assert recorder.counts["experts"] == {name: 1}
 
 

@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.measure.work import WorkCounter, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
+from dtlayout.ops.composite import call_seen
 from dtlayout.ops.grouped import GROUPED, LOOP, multiply_groups
+from dtlayout.ops.scaled_groups import SCALED_LOOPS
 
 
 class Listing(TorchDispatchMode):
@@ -19,7 +21,7 @@ class Listing(TorchDispatchMode):
         self.found: list[KernelCall] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        result = call_seen(self, func, args, kwargs or {})
         if operation := describe(func, args, kwargs or {}, result):
             self.found.append(operation)
         return result
@@ -74,6 +76,16 @@ def test_matmuls_of_experts_count_each_row_once_forward_and_for_both_gradients(k
     found = [each for each in listing.found if isinstance(each, Matmul)]
     assert found == [Matmul(7, 16, 8), Matmul(7, 8, 16), Matmul(16, 8, 7)]  # the result, and gradients of x and weight
     assert {each.flops for each in found} == {2 * 7 * 16 * 8}
+
+
+def test_matmuls_of_experts_in_fp8_are_those_of_each_expert_that_has_rows():
+    x, weight = torch.zeros(7, 16, requires_grad=True), torch.zeros(4, 32, 16, requires_grad=True)
+    ends = torch.tensor([2, 2, 7, 7], dtype=torch.int32)
+    with Listing() as listing:
+        multiply_groups(x, weight, ends, SCALED_LOOPS["fp8-rowwise"]).sum().backward()
+    found = [each for each in listing.found if isinstance(each, Matmul)]
+    sizes = [(rows, 32, 16) for rows in (2, 5)], [(rows, 16, 32) for rows in (2, 5)], [(32, 16, 16)] * 2  # filled up
+    assert found == [Matmul(*each, is_scaled=True) for matmul in sizes for each in matmul]
 
 
 def test_attention_counts_whole_and_two_and_a_half_times_backward():

@@ -12,6 +12,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.ops.grouped import GROUPED, LOOP, GroupedMatmul, StackedLinear
+from dtlayout.ops.scaled_groups import SCALED_LOOPS
 from dtlayout.plans.apply import prepare_blocks
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.recompute import Recompute
@@ -55,7 +56,7 @@ class Experts(nn.Module):
 
     def __init__(self, kernel: GroupedMatmul) -> None:
         super().__init__()
-        self.up, self.down = (StackedLinear(3, 8, 8, kernel, torch.float32) for _ in range(2))
+        self.up, self.down = (StackedLinear(3, 16, 16, kernel, torch.float32) for _ in range(2))
         for each in self.parameters():
             nn.init.normal_(each)
 
@@ -64,7 +65,14 @@ class Experts(nn.Module):
         return self.down(nn.functional.silu(self.up(x, ends)), ends).sin()
 
 
-@pytest.mark.parametrize(("kernel", "operator"), [(GROUPED, "_grouped_mm"), (LOOP, "dtlayout::grouped_mm")])
+@pytest.mark.parametrize(
+    ("kernel", "operator"),
+    [
+        (GROUPED, "_grouped_mm"),
+        (LOOP, "dtlayout::grouped_mm"),
+        (SCALED_LOOPS["fp8-rowwise"], "dtlayout::scaled_grouped_mm"),
+    ],
+)
 @pytest.mark.parametrize(
     ("mode", "again"), [("none", 0), ("full", 2), ("keep-attention", 2), ("keep-matmuls", 0), ("selective", 0)]
 )
@@ -72,7 +80,7 @@ def test_matmuls_of_experts_are_kept_as_matmuls(kernel: GroupedMatmul, operator:
     expected, block = (nn.ModuleDict({"0": Experts(kernel)}) for _ in range(2))
     block.load_state_dict(expected.state_dict())
     prepare_blocks(block, "*", Recompute.parse(mode), compiles=False)
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     output = block["0"](x).sum()
     with CountOperators() as counted:
         output.backward()

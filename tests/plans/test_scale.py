@@ -1,5 +1,6 @@
 """Linear layers of a whole model in fp8: which they are, and what they learn."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtlayout.models.llama import Llama
+from dtlayout.ops.grouped import StackedLinear
 from dtlayout.ops.linear import SplittableLinear
+from dtlayout.ops.scaled_groups import SCALED_LOOPS
 from dtlayout.plans.init import initialize
-from dtlayout.plans.plan import find_scaled, gathers_cast, make_plan
-from dtlayout.plans.scale import scale_linears
+from dtlayout.plans.plan import find_scaled, find_scaled_experts, gathers_cast, make_plan
+from dtlayout.plans.scale import scale_experts, scale_linears
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.spec.precision import Precision
 
 ALONE: Any = SimpleNamespace(size=lambda: 1)
@@ -46,6 +49,23 @@ def test_linear_layers_of_blocks_multiply_in_fp8_where_16_divides_both_sides():
     said = [pattern for pattern, text in rows if text == "multiplies in fp8-tensorwise"]
     assert tuple(said) == plan.scaled and len(said) == 7
     assert make_plan(SHAPE, Layout(), Kernels(), Precision()).scaled == ()
+
+
+def test_experts_multiply_in_fp8_where_16_divides_their_sides_and_their_kernel_can():
+    rules = Experts(number=4, per_token=2, ffn_size=32, dense_layers=1)
+    shape = ModelShape(**vars(SMALL) | {"experts": rules})
+    model = Llama(shape, Kernels(), 8)
+    (pattern,) = find_scaled_experts(shape, Kernels())
+    scale_experts(model, [pattern], "fp8-rowwise")
+    stacks = [part for part in model.modules() if isinstance(part, StackedLinear)]
+    assert len(stacks) == 3 and all(each.kernel is SCALED_LOOPS["fp8-rowwise"] for each in stacks)
+    plan = make_plan(shape, Layout(), Kernels(), Precision(matmuls="fp8-rowwise"))
+    rows = [line.split(maxsplit=1) for line in str(plan).split("\n")]
+    assert [pattern, "each expert multiplies in fp8-rowwise"] in rows and plan.scaled_experts == (pattern,)
+    odd = ModelShape(**vars(SMALL) | {"experts": replace(rules, ffn_size=24)})
+    others = (shape, Kernels(experts="grouped")), (odd, Kernels()), (SMALL, Kernels())
+    assert [find_scaled_experts(*each) for each in others] == [()] * 3
+    assert make_plan(shape, Layout(), Kernels(), Precision()).scaled_experts == ()
 
 
 def test_fp8_is_gathered_where_one_scale_fits_and_nothing_else_reads_it():

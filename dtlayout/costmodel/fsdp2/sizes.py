@@ -22,6 +22,7 @@ from dtlayout.costmodel.scenario import (
     fullest_share,
     gathers_weights_cast,
     matmul_alignment,
+    scales_experts,
     sends_cast,
     tokens_of,
     weigh_base,
@@ -96,6 +97,7 @@ class Sizes:
             compiles=kernels.compiles_blocks,
             ends_gradients=ends_gradients,
             alignment=matmul_alignment(scenario),
+            scales_experts=scales_experts(scenario, kernels),
         )
         self.has_own_mixture = self._options.is_own_mixture and self.description.experts is not None
         """True if blocks have experts, and our trainer runs them: each of their tensors is known."""
@@ -125,6 +127,7 @@ class Sizes:
                 casting=1.0 if kernels.compiles_blocks else 5.0,
                 sends_cast=sends_cast(scenario, layout),
                 casts_weights=not gathers_weights_cast(scenario),
+                num_experts=self.description.experts.number / layout.ep if self.description.experts else 1.0,
             )
 
         if rounds := FAKE_QUANT_FORMATS.get(scenario.precision.fake_quant):
@@ -313,9 +316,7 @@ class Sizes:
         is_covered, kept = recompute.covers(layer), self.kept(recompute, layer)
         place = next(i for i, each in enumerate(self._read_tape) if each.kind == "dispatch")
         before, among = self._read_tape[:place], self._read_tape[place:]
-        (*_, closing), combine = (
-            [each for each in among if wanted in (each.kind, each.kept_as)] for wanted in ("matmuls", "combine")
-        )
+        (*_, closing), combine = ([each for each in among if each.kind == wanted] for wanted in ("matmul", "combine"))
         dispatch = [each for each in among if each.kind == "dispatch"]
         given, active = sum(dispatch[-1].makes.values()), sum(closing.reads.values())
         results, summed = sum(closing.makes.values()), sum(combine[-1].makes.values())
@@ -337,7 +338,7 @@ class Sizes:
         scaled = active + active * self.exact_element / self.element * self.casts
         return begin, max(
             sent + sum(sum(each.makes.values()) for each in dispatch[1:]),
-            at_closing + max(scaled, active + results),
+            at_closing + max(scaled, active + results, results + closing.forward_work),
             at_closing + results + sum(sum(each.makes.values()) for each in combine[:-1]),
             at_closing + 2 * returned + summed,
         )

@@ -75,6 +75,8 @@ class Measures(NamedTuple):
     """Whether tp gathers a block's tensors in fp8, which lie beside the result."""
     casts_weights: bool = True
     """Whether matmuls cast weights; else these come as they multiply."""
+    num_experts: float = 1.0
+    """Experts of a block that a rank has."""
 
 
 class SizedEntry(NamedTuple):
@@ -177,7 +179,9 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
             work = max(new, lookup) + weight
             forward_work = max(weight, weight + lookup - used)
         weight_work, weight_peak = sum(size(entry.weight_scratch).values()), 0.0
-        if measures.tokens and entry.casts:
+        if measures.tokens and entry.casts and entry.copies:
+            forward_work, work, weight_work = _weigh_expert(entry, measures, max(work, new), weight_work)
+        elif measures.tokens and entry.casts:
             forward_work, work, weight_peak, weight_work = _weigh_casts(entry, measures, new, used)
         if measures.rounding and entry.kind == "matmul" and entry.in_branch:
             forward_work, work, scales = _weigh_rounding(entry, measures.rounding, measures.tp, new, used)
@@ -227,3 +231,20 @@ def _weigh_casts(entry: TapeEntry, measures: Measures, new: float, made: float) 
     if not entry.weights:
         return forward, work, 0.0, 0.0
     return forward, work, max(casting * y, y + casting * x), 2 * (x + y)
+
+
+def _weigh_expert(entry: TapeEntry, measures: Measures, work: float, scored: float) -> tuple[float, float, float]:
+    """Work of experts' matmuls of cast tensors (ops/scaled_groups.py): in forward, in backward, for weights' gradients.
+
+    One expert is cast at a time, by eager kernels, and its product is copied into the result. `work` is backward's
+    without casts, `scored` bytes of rows times scores.
+    """
+    read, *_ = *entry.reads, *entry.saves, *entry.makes  # nothing before it may need a gradient
+    inputs, outputs = (each.width / entry.copies for each in (read, entry.makes[0]))
+    rows, size = measures.tokens * entry.copies / measures.tp / measures.num_experts, measures.compute / measures.tokens
+    x, y, weight, casting = rows * inputs, rows * outputs, inputs * outputs, 5.0
+    forward = max(casting * x, x + casting * weight, x + weight + size * y)
+    of_input = max(casting * y, y + casting * weight, y + 2 * weight + size * x)
+    of_weight = max(casting * y, y + casting * x, 2 * (x + y) + size * weight)
+    new = size * x * measures.num_experts
+    return scored + forward, max(work, new + of_input) if entry.reads else work, scored + of_weight
