@@ -8,12 +8,15 @@ from threading import Event, Timer
 
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import ADAMW, build, update
 from launching import launch, read_lines
-from tiny import write_tiny
+from tiny import SHAPE, write_tiny
 
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.reader import Reader
+from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
 from dtlayout.plans.disk import DiskState
+from dtlayout.spec.layout import Layout
 
 DELAY_S, NUM_UNITS = 0.01, 6
 """Seconds that each access of a slow disk takes; units of the tiny model: four blocks and both ends."""
@@ -56,6 +59,32 @@ def test_a_kill_in_an_update_a_slow_disk_and_a_slow_save_leave_the_bits_of_a_run
     assert note_bits(run) == straight
     shortest_s = min(line["step_time_s"] for line in read_lines(run)[3:])
     assert shortest_s >= 2 * NUM_UNITS * DELAY_S  # an update waits for each unit's two files
+
+
+def test_a_checkpoint_is_loaded_into_the_files(one_rank, tmp_path):
+    """A state that came back in memory of its own would have the same bits, and not fit."""
+    state = tmp_path / "state"
+    state.mkdir()
+    assembly, optimizer = build(Layout(zero=3, offload="disk", offload_folder=str(state)), SHAPE, 0)
+
+    def note_places() -> list[int]:
+        kept = [each for of in optimizer.state.values() for each in of.values() if each.dim()]
+        tensors = [*kept, *(parameter for module in assembly.modules for parameter in module.parameters())]
+        return [tensor._local_tensor.data_ptr() for tensor in tensors]
+
+    def copy() -> dict[str, torch.Tensor]:
+        found = collect_state(assembly.modules, optimizer, SHAPE, ADAMW)
+        return {name: tensor.full_tensor().clone() for name, tensor in found.items()}
+
+    before = note_places()
+    update(assembly, optimizer)
+    tensors, saved = collect_state(assembly.modules, optimizer, SHAPE, ADAMW), copy()
+    path = save_checkpoint(tmp_path / "checkpoints", 1, tensors, SHAPE, ADAMW, keep=1)
+    update(assembly, optimizer)
+    assert load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW) == 1
+    assert note_places() == before
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in copy().items())
+    assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
 
 
 class NotedUnit:
