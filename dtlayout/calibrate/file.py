@@ -23,7 +23,8 @@ def to_toml(measured: Measured, cluster: Cluster, records: Sequence[SweepRecord]
     for name, (field, unit) in UNITS.items():
         value = getattr(gpu, field)
         if name not in tables and value != getattr(sheet, field):
-            tables[name] = _number(value, unit, source)
+            where = f": an update of state in {measured.disk_folder}" if name == "disk_bandwidth" else ""
+            tables[name] = _number(value, unit, source + where)
     tables["achieved"] = {name: _number(value, _UNITS[name], source) for name, value in gpu.achieved}
     tables["record"] = [asdict(record) for record in records]
     return toml.dumps(tables)

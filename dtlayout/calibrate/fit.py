@@ -66,6 +66,8 @@ def calibrate(measured: Measured) -> Calibration:
     contention = measured.contention if is_contended else 1.0
     kernels, links = _read_kernels(measured, sheet, contention), _read_links(measured, sheet, contention)
     numbers: dict[str, Any] = kernels[0] | links[0] | {"ranks_at_once": at_once if is_contended else math.inf}
+    if measured.disk_bytes_per_s is not None:
+        numbers["disk_bytes_per_s"] = measured.disk_bytes_per_s
     achieved = {name: float(np.clip(value, *BOUNDS[name])) for name, value in (kernels[1] | links[1]).items()}
     gpu = replace(sheet, memory_bytes=measured.memory_bytes, gpus_per_node=measured.ranks_per_node, **numbers)
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)

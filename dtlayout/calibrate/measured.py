@@ -100,6 +100,10 @@ class Measured:
     attention: tuple[AttentionTime, ...]
     collectives: tuple[CollectiveTime, ...]
     probes: tuple[ProbeTime, ...]
+    disk_bytes_per_s: float | None = None
+    """Bytes per second that a node reads and writes on its disk, all its ranks together; None if not measured."""
+    disk_folder: str = ""
+    """Folder in which that was measured."""
 
     @property
     def contention(self) -> float:

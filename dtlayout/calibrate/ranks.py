@@ -1,4 +1,4 @@
-"""A rank of a calibration: torchrun … -m dtlayout.calibrate.ranks MEASURED.json
+"""A rank of a calibration: torchrun … -m dtlayout.calibrate.ranks MEASURED.json [FOLDER]
 
 All ranks measure together, and rank 0 writes what they found. On several hosts it is started as train.py is.
 """
@@ -19,6 +19,7 @@ from dtlayout.base.process import leave
 from dtlayout.base.terminal import guarded
 from dtlayout.calibrate import measures
 from dtlayout.calibrate.clock import ProcessorWatch
+from dtlayout.calibrate.disk import measure_disk
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
 from dtlayout.spec.cluster import Gpu, known_gpus, why_unknown
@@ -27,6 +28,7 @@ from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 
 TIMEOUT_S = 300.0
+FOLDER_OPTION = "--offload-folder"
 T = TypeVar("T")
 
 
@@ -34,9 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     """Measure on this rank; returns the exit code. Refusals are a line on stderr, from one rank a node."""
     with guarded(is_answer=False):
         try:
-            if len(arguments) != 1:
-                raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
-            _measure(Path(arguments[0]))
+            if len(arguments) not in (1, 2):
+                raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json [FOLDER]")
+            _measure(Path(arguments[0]), *arguments[1:])
             return 0
         except DtlayoutError as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -44,21 +46,28 @@ def main(arguments: Sequence[str]) -> int:
             return error.exit_code
 
 
-def _measure(path: Path) -> None:
+def _measure(path: Path, folder: str = "") -> None:
     """Measure, and write the file; errors that would come after minutes of measuring are raised at once."""
     check_writable(path)
     device = open_device("auto", None)
     if device.gpu is None:
         raise InvalidConfig(f"{why_unknown(device.name)}; use one of {', '.join(known_gpus())}")
     join_ranks(device, TIMEOUT_S)
-    measured = measure(device, device.gpu, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    measured = measure(device, device.gpu, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), folder)
     if dist.get_rank() == 0:
         measured.write(path)
     dist.destroy_process_group()
 
 
-def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
-    """All measurements that the ranks of this world can make; each rank takes part."""
+def measure(device: Device, gpu: Gpu, ranks_per_node: int, folder: str = "") -> Measured:
+    """All measurements that the ranks of this world can make; each rank takes part.
+
+    `folder` is where the disk is measured; an empty one leaves it out. InvalidConfig if it cannot be used.
+    """
+    disk_bytes_per_s = None
+    if folder:
+        _say("the disk")
+        disk_bytes_per_s = measure_disk(folder, FOLDER_OPTION, device.type, ranks_per_node)
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
@@ -75,14 +84,20 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
         collectives=_collect("collectives", measures.measure_collectives(device.type, ranks_per_node)),
         probes=_collect("steps of the trainer", measure_probes(device)),
         steal=busy.steal(),  # once all is measured
+        disk_bytes_per_s=disk_bytes_per_s, disk_folder=folder,
     )  # fmt: skip
 
 
 def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:
     """All values of `found`, with a line about each step for the person who waits."""
+    _say(name)
+    return tuple(found)
+
+
+def _say(name: str) -> None:
+    """Say on one rank what is measured from now on."""
     if dist.get_rank() == 0:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-    return tuple(found)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from dtlayout.checkpoint.manifest import (
     list_checkpoints,
     write_manifest,
 )
-from dtlayout.checkpoint.optimizer_state import fill_state
+from dtlayout.checkpoint.optimizer_state import fill_state, set_updates
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.models.families import find_weight
 from dtlayout.models.files import strip_training
@@ -315,8 +315,8 @@ def load_checkpoint(
             raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
     has_state = saved_optimizer is not None
     if has_state:
-        optimizer.state.clear()
-        fill_state(optimizer, modules, model, settings, step)
+        fill_state(optimizer, modules, model, settings)
+        set_updates(optimizer, step)  # what there was before stays where it lies, perhaps in files
     kept = settings if has_state else None
     _load_state(path, list(_name_state(modules, optimizer, model, kept)), group)
     kinds = ("parameters", *(_list_kinds(settings) if has_state else ()))

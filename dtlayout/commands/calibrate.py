@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
-from dtlayout.base.files import check_writable, write_whole
+from dtlayout.base.files import check_writable, expand, write_whole
 from dtlayout.base.formatting import align, plural
 from dtlayout.base.interpreter import SAFE_PATH, torchrun
+from dtlayout.base.mapped_file import find_free_bytes
 from dtlayout.base.signals import note_signals
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import calibrate
@@ -31,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="FILE", help="the cluster file to write; its record is kept"
     )
     parser.add_argument(
+        "--offload-folder", metavar="FOLDER",
+        help="a folder on each node, whose disk is measured for layout.offload=disk; it needs half a GiB",
+    )  # fmt: skip
+    parser.add_argument(
         "--measured", type=Path, metavar="JSON",
         help="measurements of torchrun … -m dtlayout.calibrate.ranks JSON, which several hosts take together",
     )  # fmt: skip
@@ -40,11 +45,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure the machines, fit constants to that, and write the cluster file."""
     if options.measured and options.ranks:
         raise InvalidConfig("--measured has its number of ranks; leave --ranks out")
+    if options.measured and options.offload_folder:
+        raise InvalidConfig("--measured has its disk, if its ranks were given a folder; leave --offload-folder out")
     if options.ranks is not None and options.ranks < 1:
         raise InvalidConfig(f"--ranks={options.ranks} must be at least 1")
     check_writable(options.out)
+    folder = str(expand(options.offload_folder).absolute()) if options.offload_folder else ""
+    if folder:
+        find_free_bytes(folder, "--offload-folder")  # refuses what is no folder
     records = load_cluster(options.out).records if options.out.exists() else ()  # refuses to replace something else
-    measured = Measured.read(options.measured) if options.measured else _measure(options.ranks)
+    measured = Measured.read(options.measured) if options.measured else _measure(options.ranks, folder)
     found = calibrate(measured)
     try:
         write_whole(options.out, to_toml(measured, found.cluster, records))
@@ -59,13 +69,13 @@ def run(options: argparse.Namespace) -> int:
     return show(options, document, _describe)
 
 
-def _measure(num_ranks: int | None) -> Measured:
-    """Measure in a torchrun, of as many ranks as there are GPUs if none are named."""
+def _measure(num_ranks: int | None, disk_folder: str) -> Measured:
+    """Measure in a torchrun, of as many ranks as there are GPUs if none are named; the disk of a folder if one is."""
     num_ranks = num_ranks or len(ask_device_names()) or 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         options = ["--standalone", f"--nproc-per-node={num_ranks}"]
-        python, *rest = torchrun(options, "dtlayout.calibrate.ranks", str(path))
+        python, *rest = torchrun(options, "dtlayout.calibrate.ranks", str(path), *filter(None, [disk_folder]))
         with note_signals() as stop:
             exit_code = processes.run(
                 [python, "-W", "ignore", *rest], sys.stderr, folder, timeout_s=_LIMIT_S,
@@ -88,6 +98,8 @@ def _describe(document: JsonDocument) -> list[str]:
         ("matmuls reach", f"{dict(gpu.achieved).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step"),
         ("memory", f"{measured.stream_bytes_per_s * measured.contention / 1e9:.3g} GB/s"),
     ]
+    if measured.disk_bytes_per_s is not None:
+        facts.append(("disk", f"{measured.disk_bytes_per_s / 1e9:.3g} GB/s in {measured.disk_folder}"))
     if measured.num_ranks > 1:
         facts.append(("at once", f"{at_once:.2g} ranks of a node at full speed"))
     facts.append(("probes", f"{plural(len(measured.probes), 'step')}, predicted to {error:.1%} (median)"))

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from machine import measure_machine
 from tiny import ROOT
 from trap import list_caught, set_trap
 
+from dtlayout.base import toml
 from dtlayout.base.interpreter import run_module
-from dtlayout.calibrate import measures, probes
-from dtlayout.calibrate.clock import ProcessorWatch
+from dtlayout.base.mapped_file import PAGE, MappedFile
+from dtlayout.calibrate import disk, measures, probes
+from dtlayout.calibrate.clock import ProcessorWatch, time_repeats
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cli import main
 from dtlayout.spec.cluster import load_cluster
@@ -23,11 +28,12 @@ from dtlayout.sweep import processes
 
 
 def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path, capsys):
-    path, lab = tmp_path / "measured.json", tmp_path / "lab.toml"
+    path, lab, scratch = tmp_path / "measured.json", tmp_path / "lab.toml", tmp_path / "scratch"
+    scratch.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [*command, str(ROOT / "tests" / "support" / "calibrate_ranks.py"), str(path)],
+        [*command, str(ROOT / "tests" / "support" / "calibrate_ranks.py"), str(path), str(scratch)],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -45,6 +51,31 @@ def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path,
     assert (cluster.num_gpus, cluster.gpus_per_node) == (2, 2)
     assert dict(cluster.gpu.achieved) == pytest.approx(told["achieved"], rel=1e-3, abs=1e-9)
     assert len(told["probe_errors"]) == len(measured.probes)
+    assert measured.disk_folder == str(scratch) and not os.listdir(scratch)
+    assert cluster.gpu.disk_bytes_per_s == pytest.approx(measured.disk_bytes_per_s, rel=1e-4)
+    written = toml.read(lab, "cluster")["disk_bandwidth"]
+    assert written["unit"] == "byte/s" and written["source"].endswith(f": an update of state in {scratch}")
+
+
+def test_a_disk_is_as_fast_as_its_reads_one_after_another_and_the_last_write(one_rank, tmp_path, monkeypatch):
+    """Each access takes 5 ms: eight units are read, and the last one is written when nothing is read any more."""
+    moved, access_s = [], 0.005
+
+    def wait(file: MappedFile, *_: int) -> None:
+        time.sleep(access_s)
+        moved.append(file.nbytes)
+
+    monkeypatch.setattr(MappedFile, "fetch", wait)
+    monkeypatch.setattr(MappedFile, "write_out", wait)
+    monkeypatch.setattr(disk, "NODE_BYTES", 8 * PAGE)
+    monkeypatch.setattr(disk, "time_together", lambda update, device_type: time_repeats(update, 1, device_type))
+    speed = disk.measure_disk(str(tmp_path), "--offload-folder", "cpu", ranks_per_node=1)
+    assert set(moved) == {PAGE} and speed <= 2 * 8 * PAGE / (9 * access_s)
+    monkeypatch.setattr(disk, "NODE_BYTES", 4 * 8 * PAGE)
+    assert disk.measure_disk(str(tmp_path), "--offload-folder", "cpu", ranks_per_node=4) <= 4 * 2 * 8 * PAGE / (
+        9 * access_s
+    )
+    assert set(moved) == {PAGE}, "ranks of a node share what is moved"
 
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 0), "float16"), ((9, 0), "bfloat16"), ((), "bfloat16")])
@@ -67,9 +98,10 @@ def test_a_gpu_is_measured_in_the_format_of_16_bits_that_it_multiplies(monkeypat
 
 def test_the_command_says_what_it_found(tmp_path, capsys):
     measured, lab = tmp_path / "measured.json", tmp_path / "lab.toml"
-    measure_machine().write(measured)
+    replace(measure_machine(), disk_bytes_per_s=2.5e9, disk_folder="/scratch").write(measured)
     assert main(["calibrate", "--measured", str(measured), "--out", str(lab)]) == 0
     text = capsys.readouterr().out
+    assert re.search("^disk +2.5 GB/s in /scratch$", text, re.MULTILINE)
     assert "4 ranks on cpu, 4 a node" in text and "at once        2 ranks of a node at full speed" in text
     assert str(lab) in text
 
@@ -78,6 +110,8 @@ def test_the_command_says_what_it_found(tmp_path, capsys):
     ("arguments", "problem"),
     [
         (["--measured", "{old}", "--ranks", "2", "--out", "{lab}"], "--measured has its number of ranks"),
+        (["--measured", "{old}", "--offload-folder", ".", "--out", "{lab}"], "--measured has its disk, if its ranks"),
+        (["--offload-folder", "{none}", "--out", "{lab}"], "--offload-folder={none} cannot be used: No such file"),
         (["--ranks", "0", "--out", "{lab}"], "--ranks=0 must be at least 1"),
         (["--measured", "{none}", "--out", "{lab}"], "cannot be read: No such file"),
         (["--measured", "{old}", "--out", "{none}/lab.toml"], "there is no folder"),
@@ -87,7 +121,7 @@ def test_what_cannot_be_done_is_refused(tmp_path, capsys, arguments, problem):
     measure_machine().write(tmp_path / "old.json")
     names = {"old": tmp_path / "old.json", "none": tmp_path / "none", "lab": tmp_path / "lab.toml"}
     assert main(["calibrate", *(text.format(**names) for text in arguments)]) == 2
-    assert problem in capsys.readouterr().err and not (tmp_path / "lab.toml").exists()
+    assert problem.format(**names) in capsys.readouterr().err and not (tmp_path / "lab.toml").exists()
 
 
 def test_an_end_of_the_command_ends_its_ranks(tmp_path):

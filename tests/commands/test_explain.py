@@ -101,6 +101,42 @@ def test_where_the_hosts_memory_helps_it_is_offered_and_described(capsys):
     assert document["host_memory_bytes"] == [pytest.approx(float(found[1]) * 2**30, rel=1e-3)]
 
 
+DISK = """
+gpu = "a100-80g-sxm"
+gpus = 1
+
+[host_memory]
+value = 8_589_934_592
+unit = "byte"
+source = "64 GiB in a server of 8 GPUs"
+
+[disk_bandwidth]
+value = 6e9
+unit = "byte/s"
+source = "two NVMe drives"
+"""
+
+
+def test_where_the_disk_alone_helps_it_is_offered_and_described(capsys, tmp_path):
+    """The host has 57.6 GiB to give, of which gradients take 52; state in its memory would take 208."""
+    (tmp_path / "lab.toml").write_text(DISK)
+    options = (LLAMA, "--gpus", "1", f"--cluster.file={tmp_path / 'lab.toml'}")
+    text = explain(capsys, *options)
+    assert "--layout.offload=disk --layout.offload_folder=FOLDER  " in text
+    assert "--layout.offload=optimizer" not in text and "on its disk" not in text
+    on_disk = (*options, "--layout.offload=disk", f"--layout.offload_folder={tmp_path}")
+    found = re.search(
+        r"^on its disk +([\d.]+) GiB a GPU, read and written ([\d.]+) s of a step$", explain(capsys, *on_disk), re.M
+    )
+    document = json.loads(explain(capsys, *on_disk, "--json"))
+    assert document["fits"] and document["disk_bytes"] == [pytest.approx(float(found[1]) * 2**30, rel=1e-3)]
+    assert document["on_disk_s"] == pytest.approx(float(found[2]), abs=1e-3)
+    # An update reads and writes all; ZeRO-1 reads masters, a third, once more.
+    assert document["on_disk_s"] == pytest.approx((2 + 1 / 3) * document["disk_bytes"][0] / 6e9, rel=1e-3)
+    unknown = explain(capsys, LLAMA, "--gpus", "1", "--gpu", "a100-80g-pcie")
+    assert "layout.offload=disk is not tried: no disk_bandwidth is known of a100-80g-pcie; give one in" in unknown
+
+
 def test_where_nothing_single_fits_the_component_and_the_gpus_are_named(capsys):
     """On cards, of whose server nothing is known."""
     text = explain(capsys, LLAMA, "--gpus", "1", "--gpu", "a100-80g-pcie")

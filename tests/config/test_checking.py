@@ -219,3 +219,17 @@ def test_sections_that_would_change_nothing_or_round_are_refused_together():
     assert check_layout(fine, 1).tp == 1
     with pytest.raises(InvalidLayout, match="muon iterates in bfloat16, which v100-32g-sxm does not multiply"):
         check_layout(fine, 1, device_of(find_gpu("v100-32g-sxm")))
+
+
+def test_a_state_on_disk_needs_a_folder_whose_path_can_be_one():
+    on_disk = {"offload": "disk"}
+    rows = {
+        "layout.offload=disk needs layout.offload_folder; name a folder on a fast local disk": config_with(
+            {}, layout=on_disk
+        ),
+        "layout.offload_folder must not hold a NUL": config_with({}, layout=on_disk | {"offload_folder": "a\0b"}),
+    }
+    for problem, config in rows.items():
+        assert problems_of(config) == [problem]
+    for layout in (on_disk | {"offload_folder": "~/state"}, {"offload": "optimizer"}):
+        assert check_layout(config_with({}, layout=layout), 1).world_size == 1

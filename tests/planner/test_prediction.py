@@ -16,6 +16,7 @@ from dtlayout.config.loading import parse_config
 from dtlayout.config.sections import ClusterConfig, DataConfig, TrainConfig
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import PRESETS
 from dtlayout.planner.prediction import (
     describe,
@@ -23,6 +24,7 @@ from dtlayout.planner.prediction import (
     predict,
     predicted_kernels,
     refuse_beyond_host,
+    refuse_full_disk,
     refuse_hopeless,
     to_predicted,
 )
@@ -161,6 +163,28 @@ def test_what_the_ranks_of_a_host_need_together_is_refused_where_it_has_less():
     refuse_beyond_host(make_config(force=True), layout, cpu, 4, 1)
     with pytest.raises(InvalidLayout, match=r"on pipeline rank 0, 5 ranks of which share the [\d.]+ GiB of this host"):
         refuse_beyond_host(make_config(), layout, cpu, 5, int(4 * peak) + 1)
+
+
+def test_a_disk_that_has_less_than_the_ranks_of_a_host_need_together_is_refused(tmp_path, monkeypatch):
+    cpu, layout = find_gpu("cpu"), Layout(dp_shard=8, zero=3, offload="disk", offload_folder=str(tmp_path))
+    config = make_config()
+    needed_bytes = 4 * round(predict(config, layout, cpu).disk_bytes[0])
+    assert needed_bytes == pytest.approx(12 * count_parameters(config.model) / 2, rel=0.01)  # 4 ranks of 8
+    free = [needed_bytes]
+    monkeypatch.setattr("dtlayout.planner.prediction.find_free_bytes", lambda folder, key: free[0])
+    refuse_full_disk(config, layout, cpu, 4)
+    free[0] -= 1
+    with pytest.raises(InvalidLayout) as caught:
+        refuse_full_disk(config, layout, cpu, 4)
+    (problem,) = caught.value.problems
+    assert re.search(r"is predicted to need 7\d\.\d GiB on disk for 4 ranks, and layout\.offload_folder=/", problem)
+    assert " GiB free: 1 bytes are missing; free them, name a folder on a larger disk, or use " in problem
+    refuse_full_disk(config, replace(layout, offload="optimizer"), cpu, 4)
+    refuse_full_disk(config, layout, None, 4)  # no prediction
+    refuse_full_disk(make_config(force=True), layout, cpu, 4)
+    monkeypatch.undo()
+    with pytest.raises(InvalidConfig, match="cannot be used: No such file or directory; name a folder"):
+        refuse_full_disk(config, replace(layout, offload_folder=str(tmp_path / "none")), cpu, 4)
 
 
 def test_force_the_cpu_and_a_layout_that_is_nearly_small_enough_pass():

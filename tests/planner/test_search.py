@@ -384,3 +384,20 @@ def test_where_nothing_fits_what_would_with_the_hosts_memory_is_named():
     best = Search(Space(hopeless.space.scenario, {"micro_batch": 1, "schedule": "1f1b", "offload": offload}))
     assert f"{best.run(top=1).ranked[0].layout} would fit, " in named
     assert remark_on_offload(Search(Space(hopeless.space.scenario, {"offload": "none"})), missed) == ""
+
+
+def test_the_disk_is_named_where_its_host_has_too_little_memory_and_the_disk_is_known():
+    roomy, fixed = scenario(memory=int(3.5e9)), {"pp": 1, "tp": 1, "cp": 1, "recompute": "full", "micro_batch": 1}
+    (small, unknown), named = (
+        (replace(roomy.cluster.gpu, host_memory_bytes=2**30, disk_bytes_per_s=speed) for speed in (6e9, None)),
+        [],
+    )
+    for gpu in (replace(small, host_memory_bytes=roomy.cluster.gpu.host_memory_bytes), small, unknown):
+        search = Search(Space(replace(roomy, cluster=replace(roomy.cluster, gpu=gpu)), dict(fixed)))
+        assert not search.run(top=1).ranked
+        named.append(remark_on_offload(search, search.find_smallest_oom()))
+    with_memory, with_disk, without = named
+    assert "--fix offload=optimizer " in with_memory and "disk" not in with_memory
+    assert with_disk.startswith("With --fix offload=disk ")
+    assert with_disk.endswith("GiB of the host's memory for a GPU and 2 GiB of its disk.")
+    assert without == ""

@@ -1,10 +1,10 @@
-"""A rank of a short calibration: everything once, of few sizes. torchrun calibrate_ranks.py MEASURED.json"""
+"""A rank of a short calibration: everything once, of few sizes. torchrun calibrate_ranks.py MEASURED.json FOLDER"""
 
 import sys
 from itertools import islice
 
 from dtlayout.base.process import leave
-from dtlayout.calibrate import clock, measures, probes, ranks
+from dtlayout.calibrate import clock, disk, measures, probes, ranks
 from dtlayout.mesh import build
 
 
@@ -15,6 +15,7 @@ def main() -> int:
     measures._ATTENTION = {"cpu": ((1, 2, 64, 32),)}
     measures._STREAMED_BYTES = {"cpu": 2**20}
     measures._COLLECTIVE_BYTES = {"cpu": (2**12, 2**20)}
+    disk.NODE_BYTES = 2**20
     probes._ROUNDS, probes._WARM_UP_STEPS, probes._STEPS = 1, 1, 2
     plan = probes.plan_probes
     probes.plan_probes = lambda world, device_type: [*islice(plan(world, device_type), 0, None, 4)]
