@@ -213,7 +213,7 @@ class _Machines:
 def find_site(source: str) -> str:
     """The organisation of a source: the first part of its path, without what follows a dash or a space.
 
-    >>> find_site("https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance.md")
+    >>> find_site("https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/README.md")
     'nvidia'
     >>> find_site("mosaicml/llm-foundry scripts/train/benchmarking/README.md")
     'mosaicml'

@@ -81,6 +81,8 @@ class OpenLayout(Layout):
     def __post_init__(self) -> None:
         if self.dp_shard == -1:
             Layout(**vars(self) | {"dp_shard": 1})  # refuses wrong values of the other fields
+            if self.offload_folder:
+                self.expand_folder()
         else:
             super().__post_init__()
 

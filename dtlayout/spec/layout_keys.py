@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
-from dtlayout.base.refusals import Refusal, refuse
+from dtlayout.base.files import expand, find_path_problem
+from dtlayout.base.formatting import shorten
+from dtlayout.base.refusals import Refusal, refuse, show_value
 from dtlayout.base.validators import one_of, path_key, ranged
 from dtlayout.schedules.placement import Placement
 from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule
@@ -117,6 +119,15 @@ class LayoutKeys(Offload):
 
     def __post_init__(self) -> None:
         refuse(self._find_wrong_values(), InvalidLayout)
+        if self.offload_folder:
+            self.expand_folder()
+
+    def expand_folder(self) -> None:
+        """Replace the `~` of the folder for offload by a home; InvalidLayout for a path that no disk takes."""
+        if problem := find_path_problem(self.offload_folder):
+            asked = f"layout.offload_folder={show_value(shorten(self.offload_folder, 60))}"
+            refuse([Refusal("offload_folder", f"{asked} {problem}")], InvalidLayout)
+        object.__setattr__(self, "offload_folder", str(expand(self.offload_folder)))
 
     def _find_wrong_values(self) -> list[Refusal]:
         """A refusal for each key whose value could belong to no model."""

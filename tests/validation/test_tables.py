@@ -273,7 +273,7 @@ def test_a_megatron_without_flash_attention_is_that_of_2021(tmp_path):
 
 
 def test_the_organisation_of_a_source_is_a_rows_site(tmp_path):
-    assert read(tmp_path, source="NVIDIA-NeMo/Megatron-Bridge docs/performance.md").site == "nvidia"
+    assert read(tmp_path, source="NVIDIA-NeMo/Megatron-Bridge a page").site == "nvidia"
     assert read(tmp_path, source="https://docs.nvidia.com/nemo-framework/user-guide").site == "nvidia"
     assert read(tmp_path, table="playbook/8B/2nodes").site == "playbook"
 
