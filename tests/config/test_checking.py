@@ -14,6 +14,7 @@ from dtlayout.costmodel import engine
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.device import Device, check_formats, device_of
+from dtlayout.spec.precision import Precision
 
 EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16}
 
@@ -106,9 +107,9 @@ def test_rounded_weights_are_refused_where_they_cannot_be():
     wide = {"hidden_size": 256, "ffn_size": 512, "num_heads": 4, "num_kv_heads": 4}
     none = "use precision.fake_quant=none"
     rows = {
-        f"precision.fake_quant=int4 beside experts is nothing that dtlayout has: no export stores their stacks in int4; "
+        "precision.fake_quant=int4 beside experts is nothing that dtlayout has: no export stores their stacks in int4; "
         f"{none}": config_with(wide | {"experts": EXPERTS}, precision=int4),
-        f"precision.fake_quant=int4 rounds weights that are trained, and with [adapter] an export rounds sums that no "
+        "precision.fake_quant=int4 rounds weights that are trained, and with [adapter] an export rounds sums that no "
         f"step has seen; {none}, or precision.base for a base of few bits":
             config_with(wide, adapter=lora, precision=int4 | {"base": "nf4"}),
         "precision.fake_quant=int4 rounds weights before each matmul, and layout.tp_overlap multiplies by them as they "
@@ -123,7 +124,9 @@ def test_rounded_weights_are_refused_where_they_cannot_be():
             check_layout(config, config.layout.smallest_world_size)
         assert problem in caught.value.problems
     assert check_layout(config_with(wide, precision={"fake_quant": "int8"}, layout={"tp": 4}), 4).tp == 4
-    with pytest.raises(InvalidConfig, match=r"precision.fake_quant=int4 rounds weights for matmuls in the compute format"):
+    with pytest.raises(
+        InvalidConfig, match=r"precision.fake_quant=int4 rounds weights for matmuls in the compute format"
+    ):
         Precision(fake_quant="int4", matmuls="fp8-rowwise")
     with pytest.raises(InvalidConfig, match=r"precision.fake_quant='int2' is unknown; use one of"):
         Precision(fake_quant="int2")

@@ -18,6 +18,7 @@ from dtlayout.costmodel.compute import (
 )
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.models.families import describe
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
