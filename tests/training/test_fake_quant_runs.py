@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from launching import read_lines
 from safetensors.torch import load_file
+from thorough import thorough
 from tiny import write_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -70,7 +71,7 @@ def check_logits(folder: Path, shape: ModelShape, masters: dict[str, Tensor], na
         assert (theirs - logits).abs().max() < 0.03 * logits.abs().max()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [thorough("int8"), "int4"])
 def test_an_export_computes_what_the_run_computed_and_a_resume_has_the_same_bits(tmp_path, capsys, name):
     whole, parts, out = tmp_path / "run", tmp_path / "parts", tmp_path / "out"
     assert run_tiny(tmp_path, name) == 0
