@@ -22,10 +22,10 @@ from benchmarks.pages.markdown import table
 from dtlayout.base import toml
 from dtlayout.base.formatting import find_version
 from dtlayout.costmodel.engine import ANY_GPU
-from dtlayout.records.intervals import describe_scenario
+from dtlayout.records.intervals import Quantity, describe_scenario
 from dtlayout.records.run import Run
 from dtlayout.validation.cross_validation import (
-    HOLD_OUT_BY,
+    HOLD_OUT,
     AllLeftOut,
     HeldOutErrors,
     count_orders,
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
     def ways(self) -> dict[str, Sequence[Prediction]]:
         """Constants → predictions by them."""
         left_out = {f"{name} left out": found.all_predictions for name, found in self.left_out.ways.items()}
-        return {"shipped": self.shipped, **left_out, "no fit": self.left_out.evidence.engines}
+        return {"shipped": self.shipped, **left_out}
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def main() -> int:
     started_s = time.monotonic()
     files = {path.name: read_tables([path]) for path in paths}
     runs = read_tables(paths).runs
-    rows = Rows(predict(runs), leave_out(runs, HOLD_OUT_BY, tell))
+    rows = Rows(predict(runs), leave_out(runs, HOLD_OUT, tell))
     lines = list(report(files, rows))
     if options.ablate:
         lines += report_ablations([p.run for p in rows.shipped])
@@ -106,7 +106,7 @@ def main() -> int:
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"written: {options.out}")
     if options.errors:
-        options.errors.write_text(to_errors(rows.left_out.evidence), encoding="utf-8")
+        options.errors.write_text(to_errors(rows.left_out), encoding="utf-8")
         print(f"written: {options.errors}")
     return 0
 
@@ -128,6 +128,7 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     yield "fitted to the other models alone, or to the runs on other GPU types. *Inside*: rows of a hundred inside an"
     yield "interval that rests on other rows than theirs ([docs/theory/validation.md](../docs/theory/validation.md)).\n"
     yield from _report_groups(rows)
+    yield from _report_kinds(rows)
     yield from _report_kept(rows.models)
     yield from _report_files(files, rows)
     yield from _report_constants([p.run for p in rows.shipped])
@@ -146,18 +147,32 @@ def _report_groups(rows: Rows) -> Iterator[str]:
     for quantity in ("speed", "memory"):
         yield f"## {quantity.capitalize()} by engine, GPU type, precision and models\n"
         heading = ["engine", "GPU type", "precision", "models", "rows", "signed", "absolute"]
-        for name in ("model", "GPU type"):
+        for name in HOLD_OUT:
             heading += [f"{name} left out: signed", "absolute", "inside"]
-        heading += ["no fit: absolute"]
         lines = []
         for key in (*sorted(ways["shipped"]), *_ALL):
-            fitted, models, gpus, none = (
-                getattr(score_group(_choose(key, found)), quantity) for found in ways.values()
-            )
+            fitted, *left_out = (getattr(score_group(_choose(key, found)), quantity) for found in ways.values())
             if fitted.rows:
                 cells = [*key, str(fitted.rows), _percent(fitted.signed, "+"), _percent(fitted.absolute)]
-                lines.append([*cells, *_left_out_cells(models), *_left_out_cells(gpus), _percent(none.absolute)])
+                lines.append([*cells, *(cell for errors in left_out for cell in _left_out_cells(errors))])
         yield from (*table(heading, lines, num_words=4), "")
+
+
+def _report_kinds(rows: Rows) -> Iterator[str]:
+    """How many rows lie inside their ranges, by what was new to the fits and by what their ranges rest on."""
+    yield "## Ranges by kind\n"
+    yield "Rows that were left out in each way, by the kinds that their ranges rest on.\n"
+    lines = []
+    for way, found in rows.left_out.ways.items():
+        by_kind: dict[tuple[Quantity, str], list[bool]] = {}
+        for p in found.all_predictions:
+            for quantity, ratio in p.ratios.items():
+                if quantity in p.intervals:
+                    of_kind = by_kind.setdefault((quantity, p.intervals[quantity].kind), [])
+                    of_kind.append(p.intervals[quantity].holds(ratio))
+        for (quantity, kind), inside in sorted(by_kind.items()):
+            lines.append([way, quantity, kind, str(len(inside)), f"{100 * sum(inside) / len(inside):.0f}"])
+    yield from (*table(["left out", "of", "kind", "rows", "inside, of 100"], lines, num_words=3), "")
 
 
 def _choose(key: tuple[str, ...], groups: Mapping[tuple[str, ...], list[Prediction]]) -> list[Prediction]:

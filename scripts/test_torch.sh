@@ -14,7 +14,7 @@ if [ ! -e "$venv/.installed" ]; then
     "$venv/bin/pip" install --quiet --no-deps --editable .
     touch "$venv/.installed"
 fi
-OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile -m "not thorough" \
+OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not thorough" \
     tests/ops tests/models tests/plans tests/mesh tests/pipelining tests/training tests/checkpoint tests/measure \
     tests/dryrun tests/distributed/test_parity.py \
     tests/distributed/test_sharding.py tests/distributed/test_runtime.py tests/distributed/test_kernel_pairs.py \

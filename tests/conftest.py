@@ -1,5 +1,6 @@
 """Fixtures that the whole suite shares."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from dtlayout.dryrun.world import fake_world
 
 settings.register_profile("machines-are-slow-at-times", deadline=None)
 settings.load_profile("machines-are-slow-at-times")
+
+
+def pytest_collection_finish() -> None:
+    """Keep tests and modules, a million objects, from being looked through by every collection of garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

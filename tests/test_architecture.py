@@ -24,11 +24,11 @@ TOP = len(FOLDERS)
 
 WITH_TORCH = [  # modules or folders that may import torch; all others plan, predict and refuse without it
     "ops.*", "models.adapted", "models.llama", "models.feed_forward", "measure.*", "mesh.build", "mesh.parts",
-    "plans.apply", "plans.collectives", "plans.context", "plans.attention_tiles", "plans.experts",
-    "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap", "plans.quantize",
-    "plans.scale", "plans.styles", "pipelining.stage", "pipelining.split_backward", "pipelining.runtime",
-    "pipelining.tied", "data.*",
-    "checkpoint.*", "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "cli", "launch",
+    "plans.apply", "plans.cast_gather", "plans.collectives", "plans.context", "plans.attention_tiles", "plans.disk",
+    "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap",
+    "plans.quantize", "plans.scale", "plans.styles",
+    "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
+    "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "cli", "launch",
 ]  # fmt: skip
 
 STRANGERS = {  # package: what it never sees

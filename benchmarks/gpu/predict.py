@@ -5,7 +5,7 @@ from benchmarks.gpu.rows import Prediction
 from dtlayout.costmodel.cache_keys import StageClass, StageLayout, key_of
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.memory import count_stage_parameters, rank_estimator
+from dtlayout.costmodel.memory import count_stage_experts, count_stage_parameters, rank_estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.spec.cluster import Cluster, Gpu
@@ -36,7 +36,8 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     stage_class = StageClass.of(stage, Recompute.parse(layout.recompute))
     work = estimator.layout_work(key_of(layout, StageLayout), cell.kernels).on(stage_class)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
-    update = find_update(estimator.scenario, layout, n, has_head=False)
+    of_experts = count_stage_experts(cell.shape, stage, layout.ep)
+    update = find_update(estimator.scenario, layout, n, has_head=False, of_experts=of_experts)
     done = len(stage.layers), m, work.forward_s, work.backward_s
     update_s = sum(update_times(estimator.scenario, layout, update, *done))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)

@@ -89,6 +89,9 @@ def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[di
     achieved: dict[str, float] = {}
     speeds = {name: _fit_matmuls(measured, name) for name in dict.fromkeys(each.format for each in measured.matmuls)}
     stream = measured.stream_bytes_per_s * contention
+    sheet_peak = sheet.peak_flops_per_s
+    if "float16" in speeds and sheet.peak_fp16_flops_per_s is not None:
+        sheet_peak = sheet.peak_fp16_flops_per_s
     if sheet.device_type == "cpu":
         numbers = {
             "peak_flops_per_s": speeds["bfloat16"][0],
@@ -97,15 +100,16 @@ def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[di
         }
         achieved["matmul_fill"] = speeds["float32"][1]
     else:
-        achieved["matmul_efficiency"] = speeds["bfloat16"][0] / sheet.peak_flops_per_s
-        achieved["matmul_fill"] = speeds["bfloat16"][1]
+        (name,) = speeds  # of 16 bits
+        achieved["matmul_efficiency"] = speeds[name][0] / sheet_peak
+        achieved["matmul_fill"] = speeds[name][1]
         achieved["memory_efficiency"] = stream / sheet.memory_bytes_per_s
     for kernel in dict.fromkeys(each.kernel for each in measured.attention):
         times = [each for each in measured.attention if each.kernel == kernel]
         # Half of the scores is masked, and both directions together do 3.5 times the FLOPs of forward.
         flops = sum(3.5 * 2 * t.batch * t.heads * t.seq_len**2 * t.head_dim for t in times)
         alone_s = sum(t.forward_s + t.backward_s for t in times) / contention
-        peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
+        peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet_peak
         achieved[find_kernel(AttentionKernel, kernel).efficiency] = flops / alone_s / peak
     return numbers, achieved
 

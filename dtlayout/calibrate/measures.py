@@ -12,6 +12,7 @@ from dtlayout.base.errors import KernelError
 from dtlayout.calibrate.clock import time_alone, time_together
 from dtlayout.calibrate.measured import AttentionTime, CollectiveTime, MatmulTime
 from dtlayout.ops.attention import causal_attention
+from dtlayout.spec.device import Device, usual_compute_format
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.model_shape import divisors
@@ -29,12 +30,17 @@ _SMALL_OPERATIONS = 200
 _COLLECTIVE_BYTES = {"cpu": (2**12, 2**16, 2**20, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-FORMATS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
-def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
+def list_formats(device: Device) -> tuple[str, ...]:
+    """Formats in which matmuls are timed on a device, the one that steps are timed in first."""
+    return ("float32", "bfloat16") if device.type == "cpu" else (usual_compute_format(device),)
+
+
+def measure_matmuls(device: Device) -> Iterator[MatmulTime]:
     """Time matmuls by shape and format."""
-    for name, m, (n, k) in product(FORMATS[device_type], _TOKENS[device_type], _WIDTHS[device_type]):
+    device_type = device.type
+    for name, m, (n, k) in product(list_formats(device), _TOKENS[device_type], _WIDTHS[device_type]):
         a = torch.randn(m, k, device=device_type, dtype=getattr(torch, name))
         b = torch.randn(k, n, device=device_type, dtype=getattr(torch, name))
         multiply = partial(torch.matmul, a, b)
@@ -42,9 +48,9 @@ def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
         yield MatmulTime(m=m, n=n, k=k, format=name, seconds=seconds, alone_s=alone_s)
 
 
-def measure_attention(device_type: str) -> Iterator[AttentionTime]:
+def measure_attention(device: Device) -> Iterator[AttentionTime]:
     """Time attention by kernel and length, forward and backward: those of torch's that hold no scores and run here."""
-    name = FORMATS[device_type][0]
+    device_type, name = device.type, list_formats(device)[0]
     own = [kernel for kernel in list_kernels(AttentionKernel) if kernel.backend and not kernel.package]
     kernels = [kernel.name for kernel in own if name in kernel.formats(device_type) and not kernel.holds_scores]
     for kernel, (batch, heads, seq_len, head_dim) in product(kernels, _ATTENTION[device_type]):

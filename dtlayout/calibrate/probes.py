@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.calibrate.measured import ProbeTime
 from dtlayout.spec.batch import Batch
+from dtlayout.spec.device import Device, usual_compute_format
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
@@ -30,10 +31,10 @@ _WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512
 """Width, vocabulary, length and micro-batch of models whose computing takes so long that Python's time matters less."""
 
 
-def measure_probes(device_type: str) -> Iterator[ProbeTime]:
+def measure_probes(device: Device) -> Iterator[ProbeTime]:
     """Time steps on all ranks, round after round, since a machine may be slower at one time than at another."""
-    precision = Precision(compute="float32" if device_type == "cpu" else "bfloat16")
-    kernels = Kernels()
+    device_type, kernels = device.type, Kernels()
+    precision = Precision(compute="float32" if device_type == "cpu" else usual_compute_format(device))
     plan = [
         (model, Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len), layout)
         for model, layout, seq_len, m in plan_probes(dist.get_world_size(), device_type)

@@ -70,10 +70,10 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
         date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node,
         memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
         stream_bytes_per_s=measures.measure_stream(device.type),
-        matmuls=_collect("matmuls", measures.measure_matmuls(device.type)),
-        attention=_collect("attention", measures.measure_attention(device.type)),
+        matmuls=_collect("matmuls", measures.measure_matmuls(device)),
+        attention=_collect("attention", measures.measure_attention(device)),
         collectives=_collect("collectives", measures.measure_collectives(device.type, ranks_per_node)),
-        probes=_collect("steps of the trainer", measure_probes(device.type)),
+        probes=_collect("steps of the trainer", measure_probes(device)),
         steal=busy.steal(),  # once all is measured
     )  # fmt: skip
 

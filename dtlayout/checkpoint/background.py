@@ -34,9 +34,13 @@ class Saving:
         """Whether `wait` returns at once."""
         return not self._thread.is_alive()
 
+    def wait_for_end(self) -> None:
+        """Wait until it has ended, well or not."""
+        self._thread.join()
+
     def wait(self) -> Path:
         """The checkpoint, when it is whole; CheckpointError if it could not be written."""
-        self._thread.join()
+        self.wait_for_end()
         if self._error is not None:
             raise self._error
         if self._path is None:

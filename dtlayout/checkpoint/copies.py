@@ -4,6 +4,9 @@
 A GPU copies on a stream of its own, into pinned memory, while the next step's forward and backward run: these read the
 state and change nothing. The update that changes it waits on the device until the copies are made, in a hook of the
 optimizer. The host waits for nothing; who writes the copies does, in a thread of its own.
+
+A state on disk is not copied, since it may be larger than memory. It is written out of its own pages while the next
+step's forward and backward run, and the host holds the update that would change it until that is done.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +19,18 @@ from torch import Tensor
 from dtlayout.mesh.parts import local_part
 
 
+class HeldState:
+    """A rank's state on disk, which no update changes while it is written."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, wait: Callable[[], None]):
+        """`optimizer` is what changes the state, and `wait` returns when nobody writes it to a checkpoint any more."""
+        optimizer.register_step_pre_hook(lambda *_: wait())
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
+        """A function that gives the tensors, which stay as they are until `wait` returns."""
+        return lambda: tensors
+
+
 class HostCopies:
     """A rank's state, in memory that each save uses again: tensors keep their names, shapes and places."""
 
@@ -26,7 +41,7 @@ class HostCopies:
         self._made: torch.cuda.Event | None = None
         optimizer.register_step_pre_hook(self._hold_update)
 
-    def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
         """Begin to copy: what waits until the copies are made, and gives them.
 
         From here on the optimizer may step. Nobody may still read the copies that were taken before.

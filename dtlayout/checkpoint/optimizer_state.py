@@ -1,6 +1,6 @@
 """The optimizer's state of each parameter, made where a checkpoint or a first step finds it missing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ def fill_state(
     model: ModelShape,
     settings: Optimizer,
     num_steps: int = 0,
+    make: Callable[..., torch.Tensor] = torch.zeros_like,
 ) -> None:
     """Make optimizer state for each trained parameter that has none: zeros, and the count `num_steps` where the
     optimizer counts steps.
 
-    With `num_steps` 0 the next update is the same as without that state.
+    With `num_steps` 0 the next update is the same as without that state. `make` makes the tensors.
     """
     for name, parameter in (named for module in modules for named in module.named_parameters()):
         weight = find_weight(model, name)
@@ -30,7 +31,7 @@ def fill_state(
         if part.step_bytes:
             state["step"] = torch.tensor(float(num_steps), device=parameter.device)
         for kind, number_format in part.state.items():
-            state[kind] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
+            state[kind] = make(parameter, dtype=number_format and getattr(torch, number_format))
 
 
 def set_updates(optimizer: torch.optim.Optimizer, num_updates: int) -> None:

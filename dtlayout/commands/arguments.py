@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural, shorten
-from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus
+from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus, list_gpus_called
 
 if TYPE_CHECKING:
     from dtlayout.config.config import Config
@@ -101,6 +102,16 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
 
 
+def name_gpu(asked: str) -> str:
+    """The name of the GPU type that people mean; which one was taken, of several, is told on stderr."""
+    found = [gpu.name for gpu in list_gpus_called(asked)]
+    if not found or found[0] == asked:
+        return asked
+    others = f"; {', '.join(found[1:])} {'are' if found[2:] else 'is'} known too" * (len(found) > 1)
+    print(f"note: {asked} is taken as {found[0]}{others}", file=sys.stderr)
+    return found[0]
+
+
 def choose_gpu(config: "Config", asked: str | None) -> Gpu:
     """The GPU type that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     if asked is None and (known := config.cluster.known_gpu) is not None:
@@ -111,7 +122,7 @@ def choose_gpu(config: "Config", asked: str | None) -> Gpu:
             f"cluster.gpu='auto' is the GPU of a run, and nothing runs here; give --gpu with one of cpu, "
             f"{', '.join(known_gpus())}"
         )
-    return find_gpu(name)
+    return find_gpu(name_gpu(name))
 
 
 def choose_world(config: "Config", asked: int | None) -> int:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
+from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_formats, load_plan
-from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.spec.kernels import Kernels
@@ -31,18 +32,18 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     """Add the GPUs and the engine that a config is predicted for."""
     add_gpu(parser)
     add_world(parser)
-    parser.add_argument("--engine", default=OWN_ENGINE, metavar="NAME", help="training program; %(default)s by default")
+    add_engine(parser)
 
 
 def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
     config = load_plan(path, overrides)
     gpu = choose_gpu(config, options.gpu)
-    engine = find_engine_on(options.engine, gpu)
-    scenario = replace(own_scenario(config, choose_world(config, options.world), gpu), engine=engine)
+    scenario = own_scenario(config, choose_world(config, options.world), gpu)
+    engine, precision = read_engine(options, gpu, load_formats(path, overrides))
+    scenario = replace(scenario, engine=engine)
     if engine.name != OWN_ENGINE:
-        engine, precision = engine.told_formats(load_formats(path, overrides))
-        scenario = replace(scenario, engine=engine, precision=precision)
+        scenario = replace(scenario, precision=precision)
     layout = _check(config, scenario)
     for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
         print(f"note: {note}", file=sys.stderr)

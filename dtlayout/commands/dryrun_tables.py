@@ -36,16 +36,17 @@ def describe_peak(document: JsonDocument, rank: JsonDocument) -> str:
     if not document["_is_on_host"]:
         held += f" of {capacity}" if rank["fits"] else f", which does not fit into {capacity}"
     where = f"in {rank['module'] or 'no module'} during {rank['action'] or 'what precedes the first action'}"
-    return f"{held}, {where}{_describe_host(rank['host_parts'])}"
+    elsewhere = _list_parts("on the host", rank["host_parts"]) + _list_parts("on its disk", rank["disk_parts"])
+    return f"{held}, {where}{elsewhere}"
 
 
-def _describe_host(parts: Mapping[str, int]) -> str:
-    """Bytes in the host's memory by category, the largest first; empty if there are none."""
+def _list_parts(where: str, parts: Mapping[str, int]) -> str:
+    """Bytes in a place beside the device by category, the largest first; empty if there are none."""
     if not (total := sum(parts.values())):
         return ""
     shares = [(parts[key], name) for key, name in PARTS.items() if parts[key]]
     listed = ", ".join(f"{name} {format_bytes(size, 3)}" for size, name in sorted(shares, reverse=True))
-    return f"; on the host {format_bytes(total, 3)}: {listed}"
+    return f"; {where} {format_bytes(total, 3)}: {listed}"
 
 
 def describe_run(document: JsonDocument, rank: JsonDocument) -> str:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, read_case
+from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
@@ -75,7 +76,18 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
-    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
+    changes += _hint_at_disk(scenario, explanation)
+    assumed = describe_assumptions(engine.name, to_assumptions(scenario))
+    tables = [*memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
+    return [*align(facts, ("<12", "<")), *assumed, "", *tables]
+
+
+def _hint_at_disk(scenario: Scenario, explanation: Explanation) -> list[str]:
+    """A line on the disk where no change fits and nobody has said how fast it is."""
+    has_disk, gpu = "disk" in scenario.engine.features.offloads, scenario.cluster.gpu
+    if explanation.estimate.fits or explanation.changes or not has_disk or gpu.disk_bytes_per_s:
+        return []
+    return [f"layout.offload=disk is not tried: no disk_bandwidth is known of {gpu.name}; give one in a cluster file"]
 
 
 def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
@@ -88,7 +100,11 @@ def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
     if not now.knows_time:
         shares = (f"{seconds / now.step_time_s:.1%}" for seconds in (explanation.copied_s, explanation.waited_s))
         copies = "copies take {} of a step, and {} of it are waited for".format(*shares)
-    return [("on the host", f"{format_bytes(max(now.host_bytes))}{capacity} a GPU; {copies}")]
+    rows = [("on the host", f"{format_bytes(max(now.host_bytes))}{capacity} a GPU; {copies}")]
+    if now.disk_bytes:
+        busy = f"{explanation.on_disk_s:.3f} s" if now.knows_time else f"{explanation.on_disk_s / now.step_time_s:.1%}"
+        rows.append(("on its disk", f"{format_bytes(max(now.disk_bytes))} a GPU, read and written {busy} of a step"))
+    return rows
 
 
 def _format_memory(estimate: Estimate) -> list[str]:
@@ -190,9 +206,10 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         **list_numbers(now),
         "step_time_range_s": said(intervals.step_time.around(now.step_time_s)),
         "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
-        "intervals": intervals.to_dict(),
+        "intervals": intervals.to_dict(), "assumptions": to_assumptions(scenario),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
         "host_memory_bytes": list(now.host_bytes),
+        "disk_bytes": list(now.disk_bytes), "on_disk_s": said(explanation.on_disk_s),
         "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),
         "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],

@@ -11,11 +11,12 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.base.formatting import GIB
 from dtlayout.commands.adapter_options import add_adapter, with_adapter
-from dtlayout.commands.arguments import MODELS, show
+from dtlayout.commands.arguments import MODELS, name_gpu, show
+from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.commands.recommend_document import BASELINES, make_document, make_scale_document
 from dtlayout.commands.recommend_text import describe, describe_counts, describe_scale, list_reasons
 from dtlayout.config.loading import override
-from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.files import find_model
 from dtlayout.planner import verdicts
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; the vendor's by default")
     parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
-    parser.add_argument("--engine", default=OWN_ENGINE, metavar="E", help="the training program; dtlayout by default")
+    add_engine(parser)
     parser.add_argument(
         "--optimizer",
         default="adamw",
@@ -206,7 +207,7 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
         model = replace(model, vocab_size=options.vocab)
     model = with_adapter(model, options)
     cluster = _read_cluster(options, options.gpus if num_gpus is None else num_gpus)
-    engine, precision = find_engine_on(options.engine, cluster.gpu).told_formats(_read_formats(options.precision))
+    engine, precision = read_engine(options, cluster.gpu, _read_formats(options.precision))
     return Scenario(
         model=model,
         batch=Batch(global_batch=options.global_batch, seq_len=options.seq_len),
@@ -228,7 +229,7 @@ def _read_cluster(options: argparse.Namespace, num_gpus: int | None) -> Cluster:
         raise InvalidConfig("the cluster is missing; give --gpu NAME --gpus N, or --cluster FILE")
     if num_gpus is None:
         raise InvalidConfig("the number of GPUs is missing; give --gpus N")
-    gpu = find_gpu(options.gpu)
+    gpu = find_gpu(name_gpu(options.gpu))
     per_node = gpu.gpus_per_node if options.gpus_per_node is None else options.gpus_per_node
     return Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.commands.arguments import JsonDocument
+from dtlayout.commands.engine_options import to_assumptions
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.models.counting import count_parameters
@@ -155,6 +156,7 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
         "records": [asdict(record) for record in scenario.cluster.records],
         "precision": asdict(scenario.precision), "optimizer": scenario.optimizer.name,
         "optimizer_keys": scenario.optimizer.given, "allowed_bytes": allowed_bytes,
+        "assumptions": to_assumptions(scenario),
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from dtlayout.base.formatting import GIB, align, plural, three_digits
 from dtlayout.commands.arguments import JsonDocument
+from dtlayout.commands.engine_options import describe_assumptions
 from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.models.counting import FROZEN_FLOPS
 from dtlayout.planner.verdicts import fold_alike
@@ -194,6 +195,7 @@ def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator
     step, peak = _read_interval(document, "step_time"), _read_interval(document, "peak_memory")
     known = "" if scenario["calibrated"] else f", uncalibrated: no run of it on {gpu} is known"
     yield f"engine {scenario['engine']}{known}{'; nothing like it was measured' * step.is_foreign}"
+    yield from describe_assumptions(scenario["engine"], scenario["assumptions"])
     if not scenario["knows_time"]:
         yield f"{NO_TIME}; use the seconds below only to compare layouts with each other"
     for name, interval in (("step", step), ("peak", peak)):

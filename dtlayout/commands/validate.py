@@ -17,7 +17,7 @@ from dtlayout.records.run import Run
 from dtlayout.report.rows import REPEATS, ROWS, ReportRows, read_rows
 from dtlayout.spec.cluster import load_cluster
 from dtlayout.validation import predict
-from dtlayout.validation.cross_validation import leave_out, model_of, to_errors
+from dtlayout.validation.cross_validation import HOLD_OUT, leave_out, model_of, to_errors
 from dtlayout.validation.fragment import format_fragment, list_fitted
 from dtlayout.validation.scores import Prediction, by_group, by_table, score, score_group
 
@@ -34,8 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--leave-gpu-out", action="store_true", help="score each GPU type with constants of the others")
+    parser.add_argument("--leave-site-out", action="store_true", help="score each site with constants of the others")
     parser.add_argument(
-        "--errors", type=Path, metavar="FILE", help="write the intervals of these rows, left out both ways"
+        "--leave-nodes-out", action="store_true", help="score runs on many nodes with constants of those on fewer"
+    )
+    parser.add_argument(
+        "--errors", type=Path, metavar="FILE", help="write the intervals of these rows, left out in all ways"
     )
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
@@ -119,13 +123,16 @@ def _find_changes(predictions: Sequence[Prediction]) -> dict[str, list[JsonDocum
 
 def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> dict[str, Any]:
     """The scores of rows that were left out of the fits as asked; `--errors` writes the errors of all of them."""
-    asked = {"left_out": options.leave_one_out, "left_out_gpu": options.leave_gpu_out}
-    wanted = [of for key, of in LEFT_OUT.items() if asked[key] or options.errors]
-    if not wanted:
+    asked = {
+        "left_out": options.leave_one_out, "left_out_gpu": options.leave_gpu_out,
+        "left_out_site": options.leave_site_out, "left_out_nodes": options.leave_nodes_out,
+    }  # fmt: skip
+    if not options.errors and not any(asked.values()):
         return {}
+    wanted = HOLD_OUT.keys() if options.errors else {"engine"} | {of for key, of in LEFT_OUT.items() if asked[key]}
     found = leave_out(runs, wanted, tell)
     if options.errors:
-        options.errors.write_text(to_errors(found.evidence), encoding="utf-8")
+        options.errors.write_text(to_errors(found), encoding="utf-8")
     document: dict[str, Any] = {}
     for key, errors in ((key, found.ways[of]) for key, of in LEFT_OUT.items() if asked[key]):
         document[key] = {name: asdict(score(rows)) for name, rows in errors.predictions.items()}

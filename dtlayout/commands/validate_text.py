@@ -12,7 +12,9 @@ from dtlayout.validation import predict
 from dtlayout.validation.columns import KERNELS
 from dtlayout.validation.scores import LOWEST_MFU, PLAIN_SCORES, SCORES, Prediction, format_percent, format_score, score
 
-LEFT_OUT = {"left_out": "model", "left_out_gpu": "GPU type"}
+LEFT_OUT = {
+    "left_out": "model", "left_out_gpu": "GPU type", "left_out_site": "site", "left_out_nodes": "nodes",
+}  # fmt: skip
 """Key of the document → what was left out of the fits."""
 _MOST_NAMED = 6
 """Most rows that are named one by one; if there are more, their tables are named."""

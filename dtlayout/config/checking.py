@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import frexp, log2
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.files import find_path_problem
 from dtlayout.base.refusals import Refusal, describe
 from dtlayout.config.config import Config
 from dtlayout.config.loading import has_begun
@@ -134,8 +135,21 @@ def _check_loss_scale(config: Config) -> list[Refusal]:
     return []
 
 
+def _check_disk(config: Config) -> list[Refusal]:
+    """State on disk has a folder there; whether that has room is asked where the run starts."""
+    layout = config.layout
+    if not layout.has_state_on_disk:
+        return []
+    if not layout.offload_folder:
+        what, advice = "layout.offload=disk needs layout.offload_folder", "name a folder on a fast local disk"
+        return [Refusal("layout.offload_folder", what, advice)]
+    if problem := find_path_problem(layout.offload_folder):
+        return [Refusal("layout.offload_folder", f"layout.offload_folder {problem}")]
+    return []
+
+
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
     _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, _check_warmup, _check_roles,
-    _check_loss_scale,
+    _check_loss_scale, _check_disk,
 )  # fmt: skip
 """Rules of sections beside each other."""

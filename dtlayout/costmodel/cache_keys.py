@@ -99,7 +99,17 @@ class StateLayout(NamedTuple):
     tp: int
     ep: int
     zero: int
-    offloads_state: bool
+    state_place: str
+
+    @property
+    def offloads_state(self) -> bool:
+        """`Layout.offloads_state`."""
+        return self.state_place != "device"
+
+    @property
+    def has_state_on_disk(self) -> bool:
+        """`Layout.has_state_on_disk`."""
+        return self.state_place == "disk"
 
 
 class StageClass(NamedTuple):

@@ -92,7 +92,7 @@ def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: in
         return inside.start_s + (ep - 1) / ep * copies * size_bytes / link_bytes_per_s + inside.latency_s
     nodes = ep / near
     near_copies, far_copies = copies * (near - 1) / ep, copies * (1 - 1 / nodes)
-    if layout.sends_tokens_once or scenario.engine.features.sends_tokens_once:
+    if layout.sends_tokens_once:
         near_copies, far_copies = copies * (near - 1) / near, (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
     sending_s = max(near_copies * size_bytes / link_bytes_per_s, far_copies * size_bytes / network_bytes_per_s)
     return inside.start_s + sending_s + gpu.network_latency_s

@@ -152,11 +152,12 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * permuted_bytes(scenario, layout))  # as much in backward
     permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
-    permuting_s += pass_s(scenario, weight_cast_bytes(scenario, layout))  # as much in backward
+    casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout))
     rounding_s, rounding_again_s = (pass_s(scenario, each) for each in rounding_bytes(scenario, layout, kernels))
     ep_s = block_ep_s(scenario, layout)  # as much in backward
-    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + rounding_s
-    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s + rounding_again_s
+    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s + rounding_s
+    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
+    backward_s += casting_again_s + rounding_again_s
     backward_s += _expert_gradients_s(scenario, layout)
     hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
     forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
@@ -250,6 +251,8 @@ def _routing_wait_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> flo
         return 0.0
     constants, kernel = scenario.engine.constants, find_kernel(ExpertsKernel, kernels.experts)
     is_one_by_one = kernel.is_one_by_one_on(scenario.cluster.gpu.capability)
+    if scenario.engine.features.cuda_graphs == "full":  # which has no place for a host that reads
+        return 0.0
     read_s = constants.routing_wait_s if is_one_by_one or layout.ep > 1 else 0.0
     return read_s + (constants.expert_wait_s * experts.number / layout.ep if is_one_by_one else 0.0)
 
@@ -338,7 +341,8 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     if layout.tp == 1:
         return 0.0, 0.0
     features, link = scenario.engine.features, tp_link(scenario, layout)
-    hides = features.runs_ahead or not link.crosses_nodes  # buffers that all ranks of tp write to end with fast links
+    # Buffers that all ranks of tp write to end with fast links.
+    hides = features.runs_ahead or (layout.overlaps_tp and not link.crosses_nodes)
     exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     gathered_size = size
@@ -466,6 +470,10 @@ def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     constants = scenario.engine.constants
     is_alone, most_s = layout.tp == 1, constants.compiled_host_s if kernels.compiles_blocks else inf
     starts_s = min(most_s, constants.layer_host_s if is_alone else constants.layer_host_tp_s)
-    starts_s *= count_more_starts(scenario.model)
+    if scenario.model.experts is not None:
+        latent_s = constants.latent_host_s if scenario.model.latent_attention else 0.0
+        starts_s = max(starts_s, constants.experts_host_s + latent_s)
+    graphed = {"none": 1.0, "attention": constants.graphed_share, "full": 0.0}
+    starts_s *= count_more_starts(scenario.model) * graphed[scenario.engine.features.cuda_graphs]
     waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
     return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

@@ -1,242 +1,29 @@
 """Engine: a training program with its features, and the physical constants that were measured on it.
 
-Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
-(engine_constants.py) say how fast and how large. They are fitted by `dtlayout validate --fit` to runs of that engine:
-those that hold on any GPU type to all of its runs, others to those on one type. Where no runs are known, general values
-stand and a prediction is called uncalibrated.
-constants/engines/*.toml holds both, and `register_engine` takes a file of the same form.
+Features (engine_features.py) say what a program does: what it shards, sends and keeps. Constants (engine_constants.py)
+say how fast and how large. They are fitted by `dtlayout validate --fit` to runs of that engine: those that hold on any
+GPU type to all of its runs, others to those on one type. Where no runs are known, general values stand and a prediction
+is called uncalibrated.
+constants/engines/*.toml holds both, and `register_engine` takes a file of the same form. A program that does what
+another one does, but for some features, says `like = "that one"`: it has that one's features and constants where it
+names none.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.costmodel.engine_constants import BOUNDS, Constants, RunAheadConstants, list_outside
+from dtlayout.costmodel.engine_constants import BOUNDS, Constants, list_outside
+from dtlayout.costmodel.engine_features import CHOICES, Defaults, Features
 from dtlayout.spec.cluster import Gpu, gpu_named
-from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
-from dtlayout.spec.kernels import Kernels
-from dtlayout.spec.layout_keys import OFFLOADS
-from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
-from dtlayout.spec.recompute import Recompute
+from dtlayout.spec.precision import BYTES, Precision
 
 OWN_ENGINE = "dtlayout"
 """The engine whose features are this trainer's."""
-KNOWN_AXES = ("tp", "pp", "cp", "ep", "tp_overlap", "ep_overlap")
-"""Fields of a layout that a program may lack."""
-DATA_PARALLEL = ("replicated", "hybrid", "sharded")
-"""Kinds of data parallelism: no ranks share the state, those of each group do, or all do."""
-
-
-_MODEL_DEFAULTS = {f.name: f.default for f in fields(ModelShape) if f.default is not MISSING} | {
-    f"experts.{f.name}": f.default for f in fields(Experts) if f.default is not MISSING
-}
-"""Key of [model] that may be left out → its default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownKernels:
-    """Kernels that a program has, by operation."""
-
-    attention: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.attention`."""
-    norm: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.norm`."""
-    rope: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.rope`."""
-    swiglu: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.swiglu`."""
-    loss: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.loss`."""
-    experts: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.experts`."""
-    compile: tuple[str, ...] = ()
-    """Names of kernels for `Kernels.compile`."""
-
-    def __post_init__(self) -> None:
-        for operation, names in vars(self).items():
-            for name in names:
-                Kernels(**{operation: name})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Features:
-    """Everything that a training program does in a step, whatever the hardware."""
-
-    sharding: Literal["distributed-optimizer", "fsdp2"] = "distributed-optimizer"
-    """How data-parallel ranks share the state. distributed-optimizer, as in Megatron: weights and gradients are whole,
-    the optimizer is sharded. fsdp2: masters are sharded, and their copies are gathered."""
-    gradient_bytes: int = 4
-    """Bytes of a gradient while microbatches are accumulated; for fsdp2 precision.reduce says them."""
-    reduce_bytes: int = 4
-    """Bytes of a gradient when it is sent to other data-parallel ranks."""
-    other_reduces: tuple[str, ...] = ()
-    """Other formats in which the program can be told to accumulate and reduce gradients; fsdp2 takes any."""
-    reduction: Literal["all-reduce", "reduce-scatter"] = "reduce-scatter"
-    """Collective that sums gradients over the data-parallel ranks."""
-    bucket_bytes: int = 0
-    """Bytes for each parameter of the buffers through which gradients are reduced."""
-    loss: Literal["vocab-parallel", "replicated"] = "vocab-parallel"
-    """Loss under tp. vocab-parallel: each rank computes the part of its own columns of logits. replicated: each rank
-    gathers all columns and computes the whole loss."""
-    stage_split: Literal["cost", "parameters", "threshold"] = "cost"
-    """How blocks are dealt out over stages. cost: by FLOPs. parameters: by parameters. threshold: a stage ends with the
-    block that completes its fraction of the parameters."""
-    input_reductions: int = 2
-    """Number of input gradients that are summed over tp in a block's backward: at least one for attention and one for
-    the FFN."""
-    fuses_qkv: bool = True
-    """Whether one matmul computes queries, keys and values."""
-    regathers_inputs: bool = True
-    """Whether sequence parallelism keeps the outputs of norms sharded and gathers them again in backward."""
-    sums_embedding: bool = False
-    """Whether each tp rank has a gradient of all rows of the embedding until gradients are summed, as with DTensor's
-    style; else the rank has a gradient of its own rows."""
-    dtensor_activations: bool = False
-    """Whether tp computes on DTensors; else it computes on plain tensors. DTensors add up two gradients in a third
-    tensor, and copy even a single sequence where it is gathered or scattered."""
-    scatters_messages: bool = False
-    """Whether each tp rank sends only 1/tp of the hidden states to the next stage."""
-    blocking_messages: bool = False
-    """Whether a stage waits until its message is sent."""
-    overlaps_reduction: bool = True
-    """Whether gradients are reduced and parameters are gathered while the GPU computes."""
-    runs_ahead: bool = False
-    """Whether the host starts the collectives of tp long before the GPU gets to them; their buffers are held
-    meanwhile."""
-    axes: tuple[str, ...] = ("tp", "pp")
-    """Axes that the program has beside data parallelism: tp, pp, cp and ep; also tp_overlap and ep_overlap, if it can
-    hide the messages of tp and of ep. A program with ep trains mixtures of experts and latent attention."""
-    cp_methods: tuple[str, ...] = (DEFAULT_CONTEXT_METHOD,)
-    """Methods by which the ranks of cp can attend to each other's tokens, the usual one first."""
-    offloads: tuple[str, ...] = ("none",)
-    """Values of `Layout.offload` that the program has. Offload is predicted for fsdp2 engines alone."""
-    kernels: KnownKernels = field(default_factory=KnownKernels)
-    """Kernels that the program has beside its usual ones, by our names."""
-    matmuls: tuple[str, ...] = ()
-    """Formats below bf16 in which its linear layers multiply, as in `Precision.matmuls`."""
-    keeps_cast_inputs: bool = False
-    """Whether a linear layer that multiplies in such a format keeps its input for backward as it was cast. Transformer
-    Engine's layers do, unless told `save_original_input`. torchao's keep the original (`input_hp` in float8_linear.py),
-    and cast it again in backward."""
-    gathers_cast: tuple[Literal["activations", "weights"], ...] = ("activations", "weights")
-    """Tensors that are cast to such a format before they are gathered, and so travel in its bytes: activations by
-    sequence parallelism, weights by sharded data parallelism."""
-    casts_itself: bool = False
-    """Whether such linear layers are those of ops/scaled.py, of which every tensor is known. Layers with a side that
-    `ALIGNMENT` does not divide stay in the compute format; other programs are predicted as if they took any."""
-    untrained: tuple[str, ...] = ()
-    """Keys of [model] that the program cannot train at other values than their defaults, although it is predicted with
-    them. Only a check of a run refuses them."""
-    always_sequence_parallel: bool = False
-    """Whether tensor parallelism always shards the sequence too."""
-    data_parallel: tuple[str, ...] = DATA_PARALLEL
-    """Kinds of data parallelism that the program has, of `DATA_PARALLEL`."""
-    highest_zero: Literal[1, 2, 3] = 3
-    """Highest stage of ZeRO that the program has."""
-    pipeline_zero: Literal[1, 2, 3] = 3
-    """Highest stage of ZeRO in a pipeline. Below 3, parameters stay gathered; below 2, gradients stay whole."""
-    schedules: tuple[str, ...] = ()
-    """Pipeline schedules that the program has; all, where none is named."""
-    recompute: tuple[str, ...] = ()
-    """Kinds of recomputation that the program has; every-N stands for any N. Where none is named, `checkpointing` says
-    them."""
-    even_stages: bool = False
-    """Whether all stages have as many blocks; the embedding, the head or both may count as a block."""
-    checkpointing: Literal["torch", "megatron"] = "megatron"
-    """Function that recomputes. torch: torch.utils.checkpoint, which stops once backward has its inputs, and can keep
-    any operation. megatron: a function that runs all of a block's forward, and whose selective recomputation covers
-    attention alone."""
-    kept_matmuls: float = 1.0
-    """Share of a block's matmuls whose results selective recomputation keeps, if it keeps any."""
-    nests_experts: bool = False
-    """True if experts are gathered and reduced as a unit of their own, by other ranks than the rest of their block. Our
-    trainer does so, and predictions then count each tensor of its mixtures."""
-    sends_tokens_once: bool = False
-    """Whether a token goes once to a node where several experts compute it, as in DeepEP; else a copy goes to each
-    expert."""
-    frees_logits: bool = False
-    """Whether the logits are freed before the gradient of a loss in plain PyTorch is computed."""
-    reports_reserved: bool = False
-    """Whether the printed peak counts all bytes that the allocator has reserved, with fragments; else it counts the
-    bytes that are allocated at once."""
-    rope_saved_bytes: int = 0
-    """Bytes that the rotary embedding keeps for each token and unit of width, beside q, k and v as attention gets
-    them."""
-
-    def __post_init__(self) -> None:
-        known = {
-            "axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS,
-            "data_parallel": DATA_PARALLEL, "other_reduces": BYTES, "untrained": _MODEL_DEFAULTS,
-        }  # fmt: skip
-        problems = [
-            f"features.{field}: {name!r} is unknown; use some of {list(names)}"
-            for field, names in known.items()
-            for name in getattr(self, field)
-            if name not in names
-        ]
-        if not self.cp_methods:
-            problems.append("features.cp_methods is empty; leave out cp of features.axes where there is none")
-        if problems:
-            raise InvalidConfig(problems)
-
-    @property
-    def formats(self) -> dict[str, tuple[str, ...]]:
-        """Key of `Precision` → the formats that the program can be told, the usual one first; {} for fsdp2, which takes
-        any.
-
-        With a distributed optimizer, weights are always bf16 beside fp32 masters.
-        """
-        if self.sharding == "fsdp2":
-            return {}
-        usual = next(name for name, size in BYTES.items() if size == self.gradient_bytes)
-        return {"params": ("float32",), "compute": ("bfloat16",), "reduce": (usual, *self.other_reduces)}
-
-    def find_untrained(self, model: ModelShape) -> list[tuple[str, Any, Any]]:
-        """Key, value and default of each key of [model] that the program is predicted with, but cannot train."""
-        values = [(name, self._read(model, name), _MODEL_DEFAULTS[name]) for name in self.untrained]
-        return [(name, value, default) for name, value, default in values if value not in (None, default)]
-
-    @staticmethod
-    def _read(model: ModelShape, name: str) -> Any:
-        section, _, key = name.rpartition(".")
-        return getattr(getattr(model, section) if section else model, key, None)
-
-    @property
-    def kind_of_constants(self) -> type["Constants"]:
-        """Class of the program's constants."""
-        return RunAheadConstants if self.runs_ahead else Constants
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Defaults of a program, for facts that a published run leaves open; None where nobody can tell."""
-
-    micro_batch: int | None = None
-    """Sequences of a micro-batch."""
-    fills_pipeline_once: bool = False
-    """Whether a pipeline gets as many microbatches as it has ranks; then `micro_batch` does not count."""
-    zero: Literal[1, 2, 3] | None = None
-    """Stage of ZeRO."""
-    recompute: str | None = None
-    """Kind of recomputation, as in `layout.recompute`."""
-    sequence_parallel: bool | None = None
-    """Whether sequence parallelism is on beside tensor parallelism."""
-    fuses_norms: bool = False
-    """Whether a norm is one kernel, even where a run does not call it fused."""
-    kernels: Kernels = field(default_factory=Kernels)
-    """Kernels of the program. Its attention here also stands for a run's flash attention of any version."""
-
-    def __post_init__(self) -> None:
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise InvalidConfig(f"usual.micro_batch={self.micro_batch} must be at least 1")
-        if self.recompute is not None:
-            Recompute.parse(self.recompute)
-
 
 ANY_GPU = "any"
 """Name in the place of a GPU type's, for constants that are fitted to runs on all types together."""
@@ -285,12 +72,32 @@ class Engine:
         ]
         if problems:
             raise InvalidConfig(problems)
-        usual = {key: formats[0] for key, formats in known.items()}
+        usual = {key: formats[0] for key, formats in known.items()} or {"reduce": self.features.default_reduce}
         engine, precision = self, Precision(**{**usual, **named})  # type: ignore[arg-type]
         if known and precision.reduce != usual["reduce"]:
             size = BYTES[precision.reduce]
             engine = replace(self, features=replace(self.features, gradient_bytes=size, reduce_bytes=size))
         return engine, precision
+
+    def told(self, choices: Mapping[str, str]) -> "Engine":
+        """This engine with what a run of it is told (`Features.told`); InvalidConfig as there."""
+        try:
+            return replace(self, features=self.features.told(choices)) if choices else self
+        except InvalidConfig as error:
+            raise InvalidConfig([f"engine {self.name}: {problem}" for problem in error.problems]) from None
+
+    def assumptions(self, precision: Precision) -> dict[str, tuple[str, str]]:
+        """Assumptions of a prediction beside layout and kernels: name → value and what it is, in words."""
+        gradients = next(name for name, size in BYTES.items() if size == self.features.gradient_bytes)
+        gradients = precision.reduce if self.features.sharding == "fsdp2" else gradients
+        said = {"precision.reduce": (gradients, "the format in which gradients are added up and reduced")}
+        values = {name: getattr(self.features, name) for name in CHOICES}
+        return said | {name: (CHOICES[name].word(value), CHOICES[name].meaning) for name, value in values.items()}
+
+    def with_constants_of(self, other: "Engine") -> "Engine":
+        """This engine, told what it is told, with the constants of another state of it."""
+        same = {f.name: getattr(other, f.name) for f in fields(Engine) if f.name != "features"}
+        return Engine(features=self.features, **same)
 
     @property
     def at_bounds(self) -> tuple[str, ...]:
@@ -305,8 +112,8 @@ class Engine:
 
 
 def known_engines() -> list[str]:
-    """Names of all engines."""
-    return list(_read_engines())
+    """Names of all engines, in the alphabet's order."""
+    return sorted(_read_engines())
 
 
 def find_usual(name: str) -> Defaults:
@@ -320,9 +127,11 @@ def register_engine(file: str | Path) -> None:
 
     InvalidConfig with every problem of the file, or if the engine's name is taken.
     """
-    engine = _parse_engine(toml.read(file, "engine"), str(file))
+    tables = toml.read(file, "engine")
+    engine = _parse_engine(tables, str(file))
     if engine["engine"] in _read_engines():
         raise InvalidConfig(f"{file}: engine {engine['engine']!r} is there already; give yours another name")
+    _engine_tables()[engine["engine"]] = tables
     _read_engines()[engine["engine"]] = engine
 
 
@@ -354,13 +163,12 @@ def find_unfitted(name: str, gpu: str) -> Engine:
     """
     if (table := _read_engines().get(name)) is None:
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(known_engines())}")
-    features, beside_gpu = table.get("features", Features()), gpu_named(gpu).device_type == "cuda"
-    own = table.get("constants", {}) | (table.get("beside_gpu", {}) if beside_gpu else {})
+    features = table.get("features", Features())
     return Engine(
         name=name,
         gpu=gpu,
         features=features,
-        constants=features.kind_of_constants(**{**_achieved_on(gpu), **own}),
+        constants=features.kind_of_constants(**_unfitted_values(table, gpu)),
         fitted=(),
         source="uncalibrated: no run of this engine on this GPU type is known",
     )
@@ -384,6 +192,18 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     )
 
 
+def _unfitted_values(table: Mapping[str, Any], gpu: str) -> dict[str, float]:
+    """Constants of an engine's tables on a GPU type before any of its runs was seen, general ones left out."""
+    own = table.get("constants", {})
+    if gpu_named(gpu).device_type == "cuda":
+        own = own | table.get("beside_gpu", {})
+    if not (like := table.get("like")):
+        return _achieved_on(gpu) | own
+    other = _read_engines()[like]
+    fits = [_constants_in(other.get("fitted", {}).get(each, {})) for each in (ANY_GPU, gpu)]
+    return {**_unfitted_values(other, gpu), **fits[0], **fits[1], **own}
+
+
 @cache
 def _achieved_on(gpu: str) -> dict[str, float]:
     """Constants of a GPU type whatever the engine."""
@@ -395,7 +215,7 @@ def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FILE = {
-    "engine": str, "features": Features, "constants": dict[str, Any], "beside_gpu": dict[str, Any],
+    "engine": str, "like": str, "features": Features, "constants": dict[str, Any], "beside_gpu": dict[str, Any],
     "usual": Defaults, "fitted": dict[str, dict[str, Any]],
 }  # fmt: skip
 """Keys of an engine's file; `beside_gpu` has constants of a host that computes nothing itself, and below `fitted` a GPU
@@ -403,15 +223,26 @@ type or ANY_GPU has constants and _NOTES."""
 
 
 @cache
+def _engine_tables() -> dict[str, dict[str, Any]]:
+    """The tables of each engine's file as they stand there, by name; `register_engine` adds to them."""
+    return {tables["engine"]: tables for tables in toml.read_constants("engines").values()}
+
+
+@cache
 def _read_engines() -> dict[str, dict[str, Any]]:
-    """The tables of each engine by name; `register_engine` adds to them."""
-    engines = [_parse_engine(tables, file) for file, tables in toml.read_constants("engines").items()]
-    return {engine["engine"]: engine for engine in engines}
+    """The tables of each engine, read and checked, by name; `register_engine` adds to them."""
+    return {name: _parse_engine(tables, f"{name}.toml") for name, tables in _engine_tables().items()}
 
 
 def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
     """The tables of an engine's file; InvalidConfig with every problem, each under the file's name."""
     problems: list[str] = []
+    if like := tables.get("like"):
+        known = _engine_tables()
+        if like not in known:
+            raise InvalidConfig(f"{file}: like={like!r} is unknown; use one of {', '.join(known)}")
+        shared = ("features", "usual")
+        tables = {**tables, **{name: _merge(known[like].get(name, {}), tables.get(name, {})) for name in shared}}
     found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
     features = found.get("features", Features())
     for table in ("constants", "beside_gpu"):
@@ -423,6 +254,12 @@ def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     return found
+
+
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two tables as one: where both have a value the second's, and where both have a table the two merged."""
+    both = {key: _merge(first[key], value) for key, value in second.items() if isinstance(first.get(key), dict)}
+    return {**first, **second, **both}
 
 
 def _problems(values: Mapping[str, Any], name: str, features: Features) -> list[str]:

@@ -66,9 +66,19 @@ class Constants:
     sent, and starts what follows only then."""
     expert_wait_s: float = _constant(0.15e-3, 0.0, 1e-3, "s")
     """Added to that for each expert of a rank: its casts and matmuls are kernels of their own."""
+    experts_host_s: float = _constant(0.0, 0.0, 0.05, "s")
+    """Host's time for a layer with experts of one microbatch, forward and backward, where it is more than that of other
+    layers; the GPU waits where it is faster."""
+    latent_host_s: float = _constant(0.0, 0.0, 0.05, "s")
+    """Host's time added to that for latent attention, whose queries and keys take several matmuls and norms."""
+    graphed_share: float = _constant(0.5, 0.0, 1.0, "share")
+    """Share of a layer's host time that is left where its attention and router start as one graph."""
     expert_bias_traffic_bytes: float = _constant(300.0, 0.0, 600.0, "byte/width")
     """Moved for each copy of a token where experts add biases, forward and backward: passes in fp32, and those of a
     clamped activation."""
+    gradient_traffic_bytes: float = _constant(0.0, 0.0, 20.0, "byte/parameter")
+    """Moved in every microbatch for each trained parameter but experts', where its gradient is added to a sum in fp32;
+    to one in bf16 half of it. In a pass of its own 2 bytes of bf16 are read, and 4 of fp32 read and written."""
     expert_gradient_traffic_bytes: float = _constant(0.0, 0.0, 40.0, "byte/parameter")
     """Moved in a microbatch's backward for each parameter of experts that a rank has, where gradients are added up."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
@@ -102,7 +112,7 @@ class Constants:
     link_latency_s: float = _constant(5e-6, 0.0, 5e-3, "s")
     """Each hop of a collective inside a node."""
     tp_exposed: float = _constant(1.0, 0.2, 1.0, "share")
-    """Part of tp's communication that no computation hides."""
+    """Part of tp's communication that no computation hides, where it is overlapped."""
     network_efficiency: float = _constant(0.7, 0.05, 1.0, "share")
     """Share of a GPU's network bandwidth that one ring achieves on few nodes."""
     network_sharing: float = _constant(0.5, 0.0, 1.0, "exponent")

@@ -7,7 +7,8 @@ The check of our own trainer asks these rules, as the check of any other engine 
 from dataclasses import replace
 
 from dtlayout.base.refusals import Refusal, describe, show_value
-from dtlayout.costmodel.engine import KNOWN_AXES, OWN_ENGINE, Engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine
+from dtlayout.costmodel.engine_features import KNOWN_AXES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
 from dtlayout.spec.base_format import BASE_FORMATS
@@ -27,6 +28,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
     return describe([
         *_check_axes(engine, layout),
         *_check_dispatcher(engine, layout),
+        *_check_ep_overlap(layout),
         *check_schedule(engine, layout.schedule),
         *check_zero(engine, layout.zero, layout.pp),
         *check_recompute(engine, layout.recompute),
@@ -185,14 +187,11 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
 def check_scaled_model(engine: Engine, precision: Precision, model: ModelShape) -> list[Refusal]:
     """Linear layers that our own trainer multiplies below the compute format are there, whatever the layout.
 
-    Beside such layers it has no experts and no base of few bits.
+    Beside such layers it has no base of few bits.
     """
     if engine.name != OWN_ENGINE or precision.matmuls not in engine.features.matmuls:
         return []
     asked, broken = f"precision.matmuls={precision.matmuls}", list[Refusal]()
-    if model.experts is not None:
-        what = f"{asked} beside experts is nothing that {engine.name} has"
-        broken.append(Refusal("precision.matmuls", what, "use precision.matmuls=compute"))
     if precision.base in BASE_FORMATS:
         what = f"{asked} casts weights in the compute format, and precision.base={precision.base} has none"
         broken.append(Refusal("precision.base", what, "use precision.base=compute or precision.matmuls=compute"))
@@ -203,8 +202,9 @@ def check_scaled_model(engine: Engine, precision: Precision, model: ModelShape) 
 
 
 def _list_scaled(model: ModelShape) -> list[Linear]:
-    """Linear layers of a block that our own trainer multiplies below the compute format."""
-    return [each for each in describe_model(model).block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
+    """Linear layers of each kind of block that our own trainer multiplies below the compute format."""
+    blocks = [describe_model(kind).block for kind, _ in model.kinds(range(model.num_layers))]
+    return [each for block in blocks for each in block if isinstance(each, Linear) and each.is_scaled(ALIGNMENT)]
 
 
 def check_scaled(engine: Engine, precision: Precision, model: ModelShape, layout: Layout) -> list[Refusal]:
@@ -304,11 +304,26 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
 
 
 def _check_dispatcher(engine: Engine, layout: Layout) -> list[Refusal]:
-    """Our own trainer sends copies of tokens to the experts by all-to-alls."""
-    if engine.name != OWN_ENGINE or layout.ep_dispatcher == _OFF.ep_dispatcher:
+    """The engine sends copies of tokens to the experts in this way."""
+    known = engine.features.ep_dispatchers
+    if layout.ep_dispatcher in known or (layout.ep == 1 and layout.ep_dispatcher == _OFF.ep_dispatcher):
         return []
-    asked, use = f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={_OFF.ep_dispatcher}"
-    return [_lack(engine, asked, use)]
+    return [_lack(engine, f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={known[0]}")]
+
+
+def allows_ep_overlap(recompute: str, is_interleaved: bool) -> bool:
+    """Whether tokens can be exchanged beside another microbatch; a pipeline has one where it interleaves stages."""
+    asked = Recompute.parse(recompute)
+    return is_interleaved and (asked.every == 0 or asked.is_selective)
+
+
+def _check_ep_overlap(layout: Layout) -> list[Refusal]:
+    """There is another microbatch to compute meanwhile, and nothing that computes it again as a whole."""
+    is_interleaved = not layout.is_pipelined or layout.virtual_stages > 1
+    if not layout.overlaps_ep or allows_ep_overlap(layout.recompute, is_interleaved):
+        return []
+    what = "layout.ep_overlap takes interleaved stages in a pipeline, and no full recomputation"
+    return [Refusal("ep_overlap", what, "use ep_overlap=false, or virtual_stages=2 and recompute=selective")]
 
 
 def _lack(engine: Engine, asked: str, advice: str) -> Refusal:

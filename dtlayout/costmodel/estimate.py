@@ -19,7 +19,14 @@ from dtlayout.costmodel.memory import (
     count_stage_parameters,
     rank_estimator,
 )
-from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
+from dtlayout.costmodel.offload import (
+    RankParameters,
+    copied_s,
+    host_bytes,
+    host_capacity_bytes,
+    on_disk_s,
+    state_on_disk_bytes,
+)
 from dtlayout.costmodel.parameter_groups import Apart, count_apart
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
@@ -84,6 +91,8 @@ class Estimate:
     """Bytes of its host's memory that a rank may take."""
     knows_time: bool = True
     """Whether seconds may be said, and not only compared (`Scenario.knows_time`)."""
+    disk_bytes: tuple[float, ...] = ()
+    """Bytes that each pipeline rank has on its host's disk; empty where nothing lies there."""
 
     @property
     def busiest_rank(self) -> int:
@@ -176,7 +185,7 @@ class Estimator:
         on_host = self.host_bytes(layout, kernels)
         return Estimate(
             layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu, on_host, self.host_capacity_bytes,
-            self.scenario.knows_time,
+            self.scenario.knows_time, self.disk_bytes(layout),
         )  # fmt: skip
 
     def host_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, ...]:
@@ -185,17 +194,29 @@ class Estimator:
             return ()
         return host_bytes(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
 
+    def disk_bytes(self, layout: Layout) -> tuple[float, ...]:
+        """Bytes that each pipeline rank has on its host's disk; empty where nothing lies there."""
+        if not layout.has_state_on_disk:
+            return ()
+        parameters = self._count_parameters(layout)
+        return tuple(state_on_disk_bytes(self.scenario, layout, *own) for own in parameters)
+
+    def on_disk_s(self, layout: Layout) -> float:
+        """Seconds of a step in which a rank's disk reads and writes, hidden or not."""
+        return on_disk_s(self.scenario, layout, self._count_parameters(layout))
+
     def copied_s(self, layout: Layout, kernels: Kernels) -> float:
         """Seconds of a step in which a rank's link to its host copies, hidden or not."""
         return copied_s(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
 
-    def _count_parameters(self, layout: Layout) -> list[tuple[float, Apart]]:
-        """Parameters of each pipeline rank, and those that stand apart."""
+    def _count_parameters(self, layout: Layout) -> list[RankParameters]:
+        """Parameters of each pipeline rank."""
         stages, model = self.stages(layout), self.scenario.model
         return [
-            (
+            RankParameters(
                 sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks),
                 self._count_apart(chunks, layout),
+                sum(count_stage_experts(model, chunk, layout.ep) for chunk in chunks),
             )
             for chunks in (layout.placement.take(stages, rank) for rank in range(layout.pp))
         ]
@@ -301,7 +322,7 @@ class Estimator:
 
     def delay_s(self, layout: Layout) -> float:
         """Seconds that a stage waits for a message beside its own work; blocking ones are part of the sender's."""
-        return 0.0 if self.scenario.engine.features.blocking_messages else send_s(self.scenario, layout)
+        return send_s(self.scenario, layout) if self.scenario.engine.features.overlap_pp else 0.0
 
     def fixed_s(self, m: int, peak_bytes: float) -> float:
         """Seconds of a step of m microbatches beside its work: fixed time, and an allocator short of memory."""

@@ -1,7 +1,8 @@
-"""Offload: bytes in the host's memory, and the seconds of copies over its link that nothing hides.
+"""Offload: bytes in the host's memory and on its disk, and the seconds of copies that nothing hides.
 
-L the link's bytes/s in one direction, M the host's memory bandwidth for one GPU, n parameters of a rank, S ranks that
-share their state, p bytes of a master, m microbatches.
+L the link's bytes/s in one direction, M the host's memory bandwidth for one GPU, D the disk's bandwidth over the ranks
+of a node, n parameters of a rank, S ranks that share their state, p bytes of a master, o bytes of an optimizer's state
+for a parameter, m microbatches.
 
 | copied | how often | hidden behind |
 |---|---|---|
@@ -15,11 +16,19 @@ of other microbatches on the host are waited for (torch's fsdp/_fully_shard), an
 all that the optimizer reads and writes, and the gradients three times, for norm and clipping, at M. On a CPU a copy is
 a pass over its memory, behind which nothing hides. ZeRO-Offload: arXiv:2101.06840.
 
-Left out: that GPUs of a node share the host's processors with data loading, and what pinned memory is rounded up to.
+With the state on disk, masters are read at D before they are copied, p·n/S as often as parameters are gathered: a unit
+is read while the one before is copied and gathered, so the slower of the two counts. An update reads and writes
+(p + o)·n/S at D beside the host's update of other units, so again the slower one counts. ZeRO-Infinity:
+arXiv:2104.07857.
+
+Left out: that GPUs of a node share the host's processors with data loading, and what pinned memory is rounded up to. Of
+the disk, the first unit's reading and the last one's writing, and the pages of at most three units (plans/disk.py),
+which lie in the cache of the host's kernel.
 """
 
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 from dtlayout.costmodel.cache_keys import StageLayout
 from dtlayout.costmodel.forward_only import find_differentiated
@@ -39,6 +48,17 @@ _HOST_SHARE = 0.9
 """Share of the host's memory that training may take; the rest is for the system, batches and each rank's libraries."""
 
 
+class RankParameters(NamedTuple):
+    """Parameters of a pipeline rank."""
+
+    number: float
+    """All of them."""
+    apart: Apart = NONE_APART
+    """Parameters that the scenario's own optimizer does not update."""
+    of_experts: float = 0.0
+    """Parameters of experts among all."""
+
+
 def host_capacity_bytes(scenario: Scenario) -> float:
     """Bytes of its host's memory that a rank may take beside a GPU; infinite where they are not known."""
     memory_bytes = scenario.cluster.gpu.host_memory_bytes
@@ -48,19 +68,51 @@ def host_capacity_bytes(scenario: Scenario) -> float:
     return _HOST_SHARE * memory_bytes * max(1.0, gpu.gpus_per_node / per_node)  # fewer GPUs share the vendor's server
 
 
-def state_on_host_bytes(scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart = NONE_APART) -> float:
-    """Bytes of a rank's state in its host's memory: masters, gradients and the optimizer's state.
+def state_on_host_bytes(
+    scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart = NONE_APART, of_experts: float = 0.0
+) -> float:
+    """Bytes of a rank's state in its host's memory: gradients and, unless they are on disk, masters and the optimizer's
+    state.
 
-    Frozen parameters have neither gradients nor state, and lie in the compute format.
+    Frozen parameters have neither gradients nor state, and lie in the compute format. `of_experts` of all parameters
+    are experts'.
     """
     if not layout.offloads_state:
         return 0.0
+    gradients = _trained_bytes(scenario, layout, num_parameters, apart, of_experts, keeps_state=False)
+    if layout.has_state_on_disk:
+        return gradients
+    return gradients + _kept_bytes(scenario, layout, num_parameters, apart, of_experts)
+
+
+def state_on_disk_bytes(
+    scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart = NONE_APART, of_experts: float = 0.0
+) -> float:
+    """Bytes of a rank's state on its host's disk: masters, frozen parameters and the optimizer's state."""
+    return _kept_bytes(scenario, layout, num_parameters, apart, of_experts) if layout.has_state_on_disk else 0.0
+
+
+def _kept_bytes(scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart, of_experts: float) -> float:
+    """Bytes of a rank's state from step to step: masters, frozen parameters and the optimizer's state."""
+    trained = _trained_bytes(scenario, layout, num_parameters, apart, of_experts, keeps_state=True)
+    return trained + _frozen_bytes(scenario, layout, apart)
+
+
+def _frozen_bytes(scenario: Scenario, layout: Layout, apart: Apart) -> float:
+    """Bytes of a rank's shard of frozen parameters, as they are stored."""
+    held = apart.frozen.shard(layout) - apart.spared / count_state_shards(layout)
+    return BYTES[scenario.precision.compute] * held
+
+
+def _trained_bytes(
+    scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart, of_experts: float, *, keeps_state: bool
+) -> float:
+    """Bytes of a rank's trained parameters in their own format, with the optimizer's state of them or without."""
     params = BYTES[scenario.precision.params]
-    held = BYTES[scenario.precision.compute] * apart.stored / count_state_shards(layout)
-    for optimizer, own in list_trained(scenario.optimizer, num_parameters, 0.0, apart):
-        each = 2 * params + optimizer.state_bytes(params)  # a master and its gradient
-        held += each * own.total / count_state_shards(layout)
-    return held
+    return sum(
+        (params + optimizer.state_bytes(params) * keeps_state) * own.shard(layout)
+        for optimizer, own in list_trained(scenario.optimizer, num_parameters, of_experts, apart)
+    )
 
 
 def host_bytes(
@@ -68,13 +120,13 @@ def host_bytes(
     layout: Layout,
     kernels: Kernels,
     stages: Sequence[StageSlice],
-    num_parameters: Sequence[tuple[float, Apart]],
+    num_parameters: Sequence[RankParameters],
 ) -> tuple[float, ...]:
     """The most bytes that each pipeline rank has in its host's memory.
 
-    `num_parameters` has each rank's, and those that stand apart.
+    `num_parameters` has each rank's.
     """
-    held = [state_on_host_bytes(scenario, layout, n, apart) for n, apart in num_parameters]
+    held = [state_on_host_bytes(scenario, layout, *own) for own in num_parameters]
     if layout.offloads_activations:
         sizes, recompute = Sizes(scenario, layout, kernels), Recompute.parse(layout.recompute)
         m = max(1, layout.num_microbatches(scenario.batch))
@@ -93,14 +145,14 @@ def copied_s(
     layout: Layout,
     kernels: Kernels,
     stages: Sequence[StageSlice],
-    num_parameters: Sequence[tuple[float, Apart]],
+    num_parameters: Sequence[RankParameters],
 ) -> float:
     """Seconds of copies in a step, of the rank whose link to its host copies longest.
 
     Both directions are added up, and copies that something hides count too. `num_parameters` is that of `host_bytes`.
     """
     m, longest_s = max(1, layout.num_microbatches(scenario.batch)), 0.0
-    for rank, (n, apart) in enumerate(num_parameters):
+    for rank, own in enumerate(num_parameters):
         seconds = 0.0
         if layout.offloads_activations:
             whole_s, kept_s = kept_copy_s(scenario, layout, kernels)
@@ -110,8 +162,8 @@ def copied_s(
             seconds += 2 * m * sum(kept_s if covered.covers(layer) else whole_s for layer in layers)
         if layout.offloads_state:
             gathers, reductions = (2 * m if layout.zero == 3 else 1), (m if layout.zero > 1 else 1)
-            masters_s, gradients_s, *_ = state_times(scenario, layout, n, apart)
-            seconds += (gathers + reductions) * gradients_s + gathers * (masters_s - gradients_s)
+            times = state_times(scenario, layout, *own)
+            seconds += reductions * times.gradients_s + gathers * times.masters_s
         longest_s = max(longest_s, seconds)
     return longest_s
 
@@ -130,6 +182,24 @@ def kept_copy_s(scenario: Scenario, layout: Layout | StageLayout, kernels: Kerne
     return copy_s(scenario, sizes.block), copy_s(scenario, kept)
 
 
+def disk_pass_s(scenario: Scenario, nbytes: float) -> float:
+    """Seconds in which a rank reads or writes so many bytes of its host's disk, while all ranks of the node do."""
+    cluster = scenario.cluster
+    return nbytes * min(cluster.gpus_per_node, cluster.num_gpus) / (cluster.gpu.disk_bytes_per_s or inf)
+
+
+def on_disk_s(scenario: Scenario, layout: Layout, num_parameters: Sequence[RankParameters]) -> float:
+    """Seconds of a step in which the disk reads and writes for a rank, of the rank with most; 0 without a disk.
+
+    `num_parameters` is that of `host_bytes`.
+    """
+    if not layout.has_state_on_disk:
+        return 0.0
+    gathers = 2 * max(1, layout.num_microbatches(scenario.batch)) if layout.zero == 3 else 1
+    times = (state_times(scenario, layout, *own) for own in num_parameters)
+    return max(gathers * each.reading_s + each.exchanging_s for each in times)
+
+
 def exposed_s(scenario: Scenario, copying_s: float, computing_s: float) -> float:
     """Seconds of copies that a stage's blocks do not hide while they compute."""
     return copying_s if scenario.is_on_host else max(0.0, copying_s - computing_s)
@@ -142,19 +212,41 @@ def host_pass_s(scenario: Scenario, nbytes: float) -> float:
     return nbytes / (speed or inf)
 
 
+class StateTimes(NamedTuple):
+    """Seconds for a rank's shard of parameters, each as if nothing ran beside it."""
+
+    masters_s: float
+    """Masters are copied to the device."""
+    gradients_s: float
+    """Gradients are copied to the host."""
+    adding_s: float
+    """Gradients are added to those of other microbatches on the host."""
+    updating_s: float
+    """The host's processors update."""
+    reading_s: float
+    """Masters are read from the disk; 0 where they are in memory."""
+    exchanging_s: float
+    """An update's state is read from the disk and written to it; 0 where it is in memory."""
+
+
 def state_times(
-    scenario: Scenario, layout: Layout, n: float, apart: Apart = NONE_APART
-) -> tuple[float, float, float, float]:
-    """Seconds for the shard of n parameters: copying the masters, copying the gradients, adding these to others on the
-    host, and the update there."""
-    params, shards = BYTES[scenario.precision.params], count_state_shards(layout)
-    trained = (n - apart.frozen.total) / shards
-    masters = params * trained + BYTES[scenario.precision.compute] * apart.stored / shards
+    scenario: Scenario, layout: Layout, n: float, apart: Apart = NONE_APART, of_experts: float = 0.0
+) -> StateTimes:
+    """Seconds for the shard of n parameters, `of_experts` of which are experts'."""
+    params = BYTES[scenario.precision.params]
+    gradients = _trained_bytes(scenario, layout, n, apart, of_experts, keeps_state=False)
+    masters = gradients + _frozen_bytes(scenario, layout, apart)
     masters_s = 0.0 if scenario.is_on_host else copy_s(scenario, masters)
-    gradients_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * trained)
-    adding_s = gradients_s + host_pass_s(scenario, 3 * params * trained)
+    gradients_s = 0.0 if scenario.is_on_host else copy_s(scenario, gradients)
+    adding_s = gradients_s + host_pass_s(scenario, 3 * gradients)
     moved = (
-        own.total / shards * (optimizer.update_bytes + _GRADIENT_PASSES * params)
-        for optimizer, own in list_trained(scenario.optimizer, n, 0.0, apart)
+        own.shard(layout) * (optimizer.update_bytes + _GRADIENT_PASSES * params)
+        for optimizer, own in list_trained(scenario.optimizer, n, of_experts, apart)
     )
-    return masters_s, gradients_s, adding_s, host_pass_s(scenario, sum(moved))
+    reading_s = exchanging_s = 0.0
+    if layout.has_state_on_disk:
+        reading_s = disk_pass_s(scenario, masters)
+        exchanging_s = disk_pass_s(
+            scenario, 2 * _trained_bytes(scenario, layout, n, apart, of_experts, keeps_state=True)
+        )
+    return StateTimes(masters_s, gradients_s, adding_s, host_pass_s(scenario, sum(moved)), reading_s, exchanging_s)

@@ -13,11 +13,12 @@ from dtlayout.costmodel.scenario import count_expert_shards, count_state_shards
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Weight
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.plans.plan import gathers_scaled
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import Optimizer
-from dtlayout.spec.precision import BYTES, Precision
+from dtlayout.spec.precision import ALIGNMENT, BYTES, Precision
 
 MIXED = Precision()
 """The usual formats, in which nothing is quantized."""
@@ -51,25 +52,29 @@ class Apart(NamedTuple):
     """Each other optimizer that shares the model, and its parameters."""
     spared: float = 0.0
     """Bytes that a quantized base saves of the frozen parameters, counted in parameters of the compute format."""
+    scaled: float = 0.0
+    """Parameters that multiply below the compute format, and whose whole weights have one scale."""
 
     @classmethod
     def add(cls, counted: Iterable[tuple["Apart", int]]) -> "Apart":
         """Parameters of several stages together, of each as often as its number says."""
         found: dict[Optimizer | None, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        spared = 0.0
+        spared, scaled = 0.0, 0.0
         for apart, count in counted:
             if apart is NONE_APART:
                 continue
-            spared += count * apart.spared
+            spared, scaled = spared + count * apart.spared, scaled + count * apart.scaled
             for owner, numbers in ((None, apart.frozen), *apart.others):
                 found[owner][0] += count * numbers.everywhere
                 found[owner][1] += count * numbers.of_experts
-        return cls._of(found, spared) if found else NONE_APART
+        return cls._of(found, spared, scaled)
 
     @classmethod
-    def _of(cls, found: dict[Optimizer | None, list[float]], spared: float) -> "Apart":
+    def _of(cls, found: dict[Optimizer | None, list[float]], spared: float, scaled: float) -> "Apart":
+        if not (found or scaled):
+            return NONE_APART
         others = ((owner, ParameterCount(*numbers)) for owner, numbers in found.items() if owner is not None)
-        return cls(ParameterCount(*found.get(None, ())), tuple(others), spared)
+        return cls(ParameterCount(*found.get(None, ())), tuple(others), spared, scaled)
 
     @property
     def stored(self) -> float:
@@ -88,6 +93,7 @@ def count_apart(
     """Parameters of one rank of a stage that `optimizer` does not update itself; a tied head counts once."""
     base, compute = BASE_FORMATS.get(precision.base), BYTES[precision.compute]
     spares, spared = 0.0 if base is None else 1 - base.stored_bytes(compute) / compute, 0.0
+    has_scales, scaled = gathers_scaled(precision), 0.0
     described = describe(model)
     has_own_head = stage.head and not (model.tied_embeddings and stage.embedding)
     counted = [(weight, 1) for weight in (described.embedding,) * stage.embedding]
@@ -96,11 +102,13 @@ def count_apart(
         counted += [(weight, count) for weight in describe(kind).block_weights]
     found: dict[Optimizer | None, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for weight, count in counted:
+        if has_scales and weight.is_scaled(ALIGNMENT):
+            scaled += count * weight.numel / tp
         if (owner := _find_owner(weight, optimizer)) is not optimizer:
             split = ep if weight.is_of_experts else 1 if weight.split is None else tp
             found[owner][weight.is_of_experts] += count * weight.numel / split
             spared += count * weight.numel / split * spares * weight.can_be_quantized
-    return Apart._of(found, spared) if found else NONE_APART
+    return Apart._of(found, spared, scaled)
 
 
 def _find_owner(weight: Weight, optimizer: Optimizer) -> Optimizer | None:

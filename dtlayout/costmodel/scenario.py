@@ -18,7 +18,7 @@ from dtlayout.costmodel.engine_rules import (
     find_model_lacks,
 )
 from dtlayout.pipelining.partition import StageSlice, to_slices
-from dtlayout.plans.plan import gathers_cast
+from dtlayout.plans.plan import gathers_cast, gathers_scaled
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
@@ -158,7 +158,7 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
 
 
 def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
-    """A line for each missing bandwidth, of the host link or of the host's memory, that predicting this layout's
+    """A line for each missing bandwidth, of the host link, the host's memory or its disk, that predicting this layout's
     offload needs.
 
     Empty without offload.
@@ -169,6 +169,8 @@ def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
     needed = {"host_link": gpu.host_link_bytes_per_s}
     if layout.offloads_state:
         needed["host_memory_bandwidth"] = gpu.host_memory_bytes_per_s
+    if layout.has_state_on_disk:
+        needed["disk_bandwidth"] = gpu.disk_bytes_per_s
     return describe([
         Refusal(
             name,
@@ -252,6 +254,18 @@ def sends_cast(scenario: Scenario, layout: Layout) -> bool:
     if "activations" not in features.gathers_cast or not layout.shards_sequence or not scenario.precision.matmul_format:
         return False
     return not features.casts_itself or gathers_cast(scenario.model, scenario.precision)
+
+
+def gathers_weights_cast(scenario: Scenario) -> bool:
+    """Whether the weights that multiply in fp8 are gathered so by plans/cast_gather.py, and all others are not."""
+    features = scenario.engine.features
+    return features.casts_itself and "weights" in features.gathers_cast and gathers_scaled(scenario.precision)
+
+
+def saved_by_casts(scenario: Scenario) -> float:
+    """Bytes by which a gather is smaller for each parameter that multiplies in fp8 and is cast before it travels."""
+    fmt = scenario.precision.matmul_format
+    return activation_size(scenario) - fmt.gathered_bytes if fmt and gathers_weights_cast(scenario) else 0.0
 
 
 def format_sizes(scenario: Scenario) -> FormatSizes:

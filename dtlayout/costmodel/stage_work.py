@@ -66,7 +66,7 @@ class BlocksWork:
             kept_copy_s(of_kind, layout, kernels) if layout.offloads_activations else (0.0, 0.0)
             for of_kind in scenario.kinds.values()
         ]
-        self._sending_s = send_s(scenario, layout) if scenario.engine.features.blocking_messages else 0.0
+        self._sending_s = 0.0 if scenario.engine.features.overlap_pp else send_s(scenario, layout)
         constants, is_tp = scenario.engine.constants, layout.tp > 1
         if recompute.is_selective:
             self._host_again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s

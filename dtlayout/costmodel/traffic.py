@@ -6,7 +6,14 @@ Every step of a block's tape that is no matmul, no attention and no message is a
 
 from functools import lru_cache
 
-from dtlayout.costmodel.scenario import Scenario, activation_size, fullest_share, matmul_alignment, weigh_base
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    fullest_share,
+    gathers_weights_cast,
+    matmul_alignment,
+    weigh_base,
+)
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.tape import PLAIN, BlockTensor, TapeEntry
 from dtlayout.spec.base_format import BASE_FORMATS
@@ -98,14 +105,17 @@ def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     return fmt.cast_bytes * elements
 
 
-def weight_cast_bytes(scenario: Scenario, layout: Layout) -> float:
+def weight_cast_bytes(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     """Bytes moved by casts of a block's weights in each forward and each backward: our trainer casts them every time,
-    in one of both orders. Other programs do so once a step, which is left out."""
+    in one of both orders, or copies into the other one in backward what was gathered as it multiplies. Other programs
+    cast once a step, which is left out."""
     fmt = scenario.precision.matmul_format
     if fmt is None or not scenario.engine.features.casts_itself:
-        return 0.0
+        return 0.0, 0.0
     sizes = [(entry.reads[0], entry.makes[0]) for entry in rank_tape(scenario) if entry.casts]
-    return fmt.cast_bytes / 2 * sum([own_part(read, layout) * own_part(made, layout) for read, made in sizes])
+    elements = sum([own_part(read, layout) * own_part(made, layout) for read, made in sizes])
+    forward, backward = (0.0, 2.0) if gathers_weights_cast(scenario) else (fmt.cast_bytes / 2, fmt.cast_bytes / 2)
+    return forward * elements, backward * elements
 
 
 def base_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:

@@ -4,18 +4,31 @@ from collections.abc import Iterable
 from operator import add
 from typing import NamedTuple
 
-from dtlayout.costmodel.comm import data_link, half_all_reduce_s
+from dtlayout.costmodel.comm import data_link, half_all_reduce_s, tp_link
 from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.muon import iteration_s
 from dtlayout.costmodel.offload import state_times
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
-from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    count_expert_shards,
+    count_state_shards,
+    gathers_weights_cast,
+    saved_by_casts,
+)
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 
 _GRADIENT_TRAFFIC_BYTES = 12
 """Read and written for each parameter of the stage: gradients cast and their norm, weights cast back."""
+
+
+_CAST_TRAFFIC_BYTES = 31
+"""Read and written for each parameter of a shard that is cast to fp8, by way of the compute format and fp32, and once
+more for its largest magnitude."""
+_MAXIMUM_BYTES = 4
 
 
 class Update(NamedTuple):
@@ -35,6 +48,8 @@ class Update(NamedTuple):
     """The host adds gradients of one microbatch to those of others, which the device waits for."""
     exchange_s: float = 0.0
     """Parts of matrices go to the ranks that iterate them, and come back; nothing hides it."""
+    sum_s: float = 0.0
+    """The device adds the gradients of one microbatch to the sum of those before, in every microbatch."""
 
 
 def find_update(
@@ -44,38 +59,58 @@ def find_update(
 
     Frozen ones, which `apart` counts, are gathered alone.
     """
-    everywhere, traffic, iterating_s, exchange_s = n - of_experts, 0.0, 0.0, 0.0
+    everywhere, traffic, summed, iterating_s, exchange_s = n - of_experts, 0.0, 0.0, 0.0, 0.0
     for optimizer, own in list_trained(scenario.optimizer, n, of_experts, apart):
         update_bytes = 0 if layout.offloads_state else optimizer.update_bytes  # by the device
         traffic += own.everywhere * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_state_shards(layout))
         if own.of_experts:
             traffic += own.of_experts * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_expert_shards(layout))
+        summed += own.everywhere
         of_part = iteration_s(scenario, layout, optimizer, own)
         iterating_s, exchange_s = iterating_s + of_part[0], exchange_s + of_part[1]
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
     frozen = apart.frozen
-    alike = frozen.everywhere, apart.spared
+    # In parameters of the compute format, as what a quantized base spares.
+    by_casts = apart.scaled * saved_by_casts(scenario) / activation_size(scenario)
+    alike = frozen.everywhere, apart.spared + by_casts
     once: Iterable[float] = _once_s(scenario, layout, everywhere, head, *alike, keeps_head=keeps_head)
     if of_experts:
         once = map(add, once, _experts_once_s(scenario, layout, of_experts, frozen.of_experts))
     reduce_s, copy_s, gather_s, recompute_s = once
+    if apart.scaled and gathers_weights_cast(scenario):
+        casting_s, finding_s = _cast_times(scenario, layout, apart.scaled)
+        gather_s, exchange_s = gather_s + casting_s, exchange_s + finding_s
+        recompute_s += casting_s if layout.zero == 3 else 0.0
     optimizer_s, adding_s = pass_s(scenario, traffic) + iterating_s, 0.0
     if layout.offloads_state:
-        copying_s, gradients_s, adding_s, updating_s = state_times(scenario, layout, n, apart)
-        reduce_s, gather_s, optimizer_s = reduce_s + gradients_s, gather_s + copying_s, optimizer_s + updating_s
-        recompute_s += copying_s if layout.zero == 3 else 0.0
-    return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s)
+        times = state_times(scenario, layout, n, apart, of_experts)
+        reduce_s, adding_s = reduce_s + times.gradients_s, times.adding_s
+        gather_s = max(gather_s + times.masters_s, times.reading_s)
+        recompute_s = max(recompute_s + times.masters_s, times.reading_s) if layout.zero == 3 else 0.0
+        optimizer_s = max(optimizer_s + times.updating_s, times.exchanging_s)
+    sum_s = pass_s(scenario, _gradient_size(scenario) / 4 * scenario.engine.constants.gradient_traffic_bytes * summed)
+    return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s, sum_s)
+
+
+def _cast_times(scenario: Scenario, layout: Layout, scaled: float) -> tuple[float, float]:
+    """Seconds of casting a rank's shard of so many parameters before each gather, and of finding its scales once a
+    step: an all-reduce over the shards, and one over tp (plans/cast_gather.py)."""
+    shards = count_state_shards(layout)
+    over_shards_s = half_all_reduce_s(_MAXIMUM_BYTES, shards, data_link(scenario, layout, layout.tp, shards))
+    over_tp_s = half_all_reduce_s(_MAXIMUM_BYTES, layout.tp, tp_link(scenario, layout)) if layout.tp > 1 else 0.0
+    return pass_s(scenario, _CAST_TRAFFIC_BYTES * scaled / shards), 2 * (over_shards_s + over_tp_s)
 
 
 def update_times(
     scenario: Scenario, layout: Layout, update: Update, num_layers: int, m: int, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
-    """Seconds of exposed data-parallel communication and of the optimizer, on a rank of so many blocks.
+    """Seconds of exposed data-parallel communication and of sums and updates, on a rank of so many blocks.
 
     m microbatches of so many seconds hide what can be hidden.
     """
-    dp_s, optimizer_s = _data_parallel_s(scenario, layout, update, m, forward_s, backward_s), update.optimizer_s
+    dp_s = _data_parallel_s(scenario, layout, update, m, forward_s, backward_s)
+    optimizer_s = update.optimizer_s + m * update.sum_s
     if scenario.is_on_host:
         constants = scenario.engine.constants
         optimizer_s += num_layers * constants.layer_update_s
@@ -88,7 +123,7 @@ def update_times(
 
 def hidden_share(scenario: Scenario) -> float:
     """Fraction of computation behind which data-parallel communication can hide; 0 where the same cores do both."""
-    overlaps = scenario.engine.features.overlaps_reduction and not scenario.is_on_host
+    overlaps = scenario.engine.features.overlap_dp and not scenario.is_on_host
     return scenario.engine.constants.overlap if overlaps else 0.0
 
 
@@ -116,7 +151,7 @@ class Sent(NamedTuple):
             update.recompute_s + update.reduce_s + update.gather_s,
         )
         each_s = update.recompute_s + update.reduce_s * (reductions > 1) + update.gather_s * (layout.zero == 3)
-        alone_s = (reductions - 1) * update.add_s + update.optimizer_s + update.exchange_s
+        alone_s = (reductions - 1) * update.add_s + update.optimizer_s + update.exchange_s + m * update.sum_s
         return cls(each_s, all_s + update.copy_s, alone_s)
 
 
@@ -168,12 +203,18 @@ def _spared_bytes(scenario: Scenario, layout: Layout, frozen: float, spared: flo
     return _weight_size(scenario) * (frozen if is_left_whole else spared)
 
 
+def _gradient_size(scenario: Scenario) -> float:
+    """Bytes of a gradient as it is reduced."""
+    features = scenario.engine.features
+    return BYTES[scenario.precision.reduce] if features.sharding == "fsdp2" else features.reduce_bytes
+
+
 def _weight_size(scenario: Scenario) -> float:
     """Bytes of a block's weight while it is gathered; the embedding counts as one."""
-    fmt = scenario.precision.matmul_format
-    return (
-        fmt.gathered_bytes if fmt and "weights" in scenario.engine.features.gathers_cast else activation_size(scenario)
-    )
+    fmt, features = scenario.precision.matmul_format, scenario.engine.features
+    if fmt is None or features.casts_itself or "weights" not in features.gathers_cast:
+        return activation_size(scenario)  # less what `saved_by_casts` counts one by one
+    return fmt.gathered_bytes
 
 
 def _send_once(
@@ -187,10 +228,7 @@ def _send_once(
     stride: int,
 ) -> _Once:
     """Seconds among `shards` ranks, `stride` apart, that share the state of n trained parameters; it has `copies`."""
-    features = scenario.engine.features
-    reduce_bytes = features.reduce_bytes * n
-    if features.sharding == "fsdp2":
-        reduce_bytes = BYTES[scenario.precision.reduce] * n
+    features, reduce_bytes = scenario.engine.features, _gradient_size(scenario) * n
     shard_link = data_link(scenario, layout, stride, shards)
     reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
     copy_link = data_link(scenario, layout, stride * shards, copies)

@@ -12,6 +12,7 @@ for, they are run with fewer actions and blocks too.
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def dry_run(
                 allocate(modules, device_type)
 
         assembly = assemble(
-            config.model, batch, layout, kernels, config.precision,
+            config.model, batch, replace(layout, offload_folder=""), kernels, config.precision,
             seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake, left_out=left_out,
             schedule=schedule,
         )  # fmt: skip
@@ -113,7 +114,7 @@ class _Observer:
         """`on_action` gets the number of actions that have begun so far."""
         self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
         self.action_memory = action_memory
-        self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
+        self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer, assembly.disk)
         max_norm, model = config.optimizer.max_norm, config.model
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, model=model)
         self.step.reads_numbers = False
@@ -121,7 +122,7 @@ class _Observer:
         self.places = PlaceRecorder(assembly.modules)
         self.tracker = StorageTracker(
             assembly.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe],
-            state_on_host=layout.offloads_state,
+            state_on=layout.state_place,
         )  # fmt: skip
         self.curve: list[Highest] = []
         self.num_begun = 0
@@ -130,10 +131,12 @@ class _Observer:
 
     def prime(self) -> None:
         """Make what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
-        for module in self.assembly.modules:
+        for module, sync in zip(self.assembly.modules, self.assembly.sync, strict=True):
+            sync.before_gathers()
             for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
                 unit.unshard()
                 unit.reshard()
+            sync.after_evaluation()
             for parameter in module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.optimizer.step()
@@ -164,6 +167,7 @@ class _Observer:
             peak_bytes=self.tracker.ledger.peak_bytes,
             parts=self.tracker.ledger.peak,
             host_parts=self.tracker.host.peak,
+            disk_parts=self.tracker.disk.peak,
             module=self.module_at_peak,
             action=self.action_at_peak,
             curve=self.curve,

@@ -69,6 +69,8 @@ class RankReport:
     """Microbatches that were run. The rest repeat them: `traffic` and `flops` count them, the peak stays as it is."""
     host_parts: Footprint = field(default_factory=Footprint)
     """Most bytes in the host's memory, by category; all 0 without offload."""
+    disk_parts: Footprint = field(default_factory=Footprint)
+    """Bytes of the state in files on the host's disk, by category; all 0 where it lies elsewhere."""
 
     def repeats(self, action: Action | None) -> int:
         """Times that an action's work happens in a whole step: the second microbatch stands for those left out."""

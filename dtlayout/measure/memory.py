@@ -18,8 +18,10 @@ A storage has one category for its whole life, the strongest of these (see ledge
   buffers don't.
 - communication: storage that went into a collective or a message, or came out of one, or that FSDP2 copies through.
 - on the host: storages in a ledger of their own, which are not counted with these. They are the results of
-  `ops.offload.copy_to_host` and, with `state_on_host`, the parameters that are there on entry, their gradients as soon
-  as FSDP2 reduces the next ones, and the optimizer's state. On a CPU it is the same memory.
+  `ops.offload.copy_to_host` and, with `state_on="host"`, the parameters that are there on entry, their gradients as
+  soon as FSDP2 reduces the next ones, and the optimizer's state. On a CPU it is the same memory.
+- on disk: with `state_on="disk"`, these parameters and the optimizer's state but for counts of steps, in a third
+  ledger. How many of their pages are in memory is not told.
 - other: the rest. Temporaries, gradients of activations, and all data older than the block that is none of the above,
   from the first operator that touches it.
 
@@ -40,7 +42,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -56,6 +58,8 @@ from dtlayout.measure.storages import any_wraps, each_storage, each_tensor
 from dtlayout.ops.composite import call_seen
 from dtlayout.ops.offload import COPY_TO_HOST
 
+StatePlace = Literal["device", "host", "disk"]
+"""Place of the state that an optimizer updates."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operators that communicate, or that copy for those that do."""
 
@@ -79,7 +83,7 @@ class StorageTracker(TorchDispatchMode):
         on_peak: Callable[[], None] = lambda: None,
         observers: Sequence[Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]] = (),
         *,
-        state_on_host: bool = False,
+        state_on: StatePlace = "device",
     ) -> None:
         """`on_peak` is called whenever the device holds more than ever before.
 
@@ -92,9 +96,10 @@ class StorageTracker(TorchDispatchMode):
         self._device_type = device_type
         self._observers = list(observers)
         self._fake_mode: FakeTensorMode | None = None
-        self._ledger, self._host = Ledger(on_peak), Ledger()
-        self._state_on_host = state_on_host
-        self._on_host: set[int] = set()
+        self._ledger, self._host, self._disk = Ledger(on_peak), Ledger(), Ledger()
+        self._state_on = state_on
+        self._elsewhere: dict[int, Ledger] = {}
+        """Storages that are not on the device, with the ledger that counts them."""
         self._sharded: set[int] = set()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
         self._dead: deque[int] = deque()
@@ -124,6 +129,12 @@ class StorageTracker(TorchDispatchMode):
         """Ledger of the host's memory beside a device, like `ledger`."""
         self._write_deaths()
         return self._host
+
+    @property
+    def disk(self) -> Ledger:
+        """Ledger of files on the host's disk, like `ledger`."""
+        self._write_deaths()
+        return self._disk
 
     def __enter__(self) -> "StorageTracker":
         assert not self._is_active, "one tracker cannot count the same operator twice"
@@ -173,11 +184,11 @@ class StorageTracker(TorchDispatchMode):
             self._settle_forward()
         inputs, outputs = list(each_tensor(arguments)), list(each_tensor(result))
         if str(func) == COPY_TO_HOST:
-            self._claim_on_host(outputs, Category.ACTIVATION)
+            self._claim_elsewhere(outputs, Category.ACTIVATION, self._host)
         allocations = self._measure(inputs)
         self._meet_parameters(inputs)
         for storage in self._storages(outputs):
-            is_newborn = in_forward and id(storage) not in self._alive and id(storage) not in self._on_host
+            is_newborn = in_forward and id(storage) not in self._alive and id(storage) not in self._elsewhere
             allocation = self._measure_storage(storage)
             if is_newborn:
                 self._born_in_forward[id(storage)] = allocation
@@ -195,13 +206,13 @@ class StorageTracker(TorchDispatchMode):
             if func is torch.ops.fsdp.chunk_cat.default:
                 unreduced = arguments[0][0]  # chunk_cat(tensors, dim, num_chunks, *, out)
                 self._claim(unreduced, Category.GRADIENT)
-                if self._state_on_host:
+                if self._state_on != "device":
                     self._claim_gradients()
 
     def _comes_back(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the source of this copy is an activation on the host."""
         *_, source = [key for tensor in inputs for key in map(id, self._storages([tensor]))] or [0]
-        return source in self._on_host and self._alive[source][1].category is Category.ACTIVATION
+        return source in self._elsewhere and self._alive[source][1].category is Category.ACTIVATION
 
     # Storages: birth, change of size, death
 
@@ -223,7 +234,7 @@ class StorageTracker(TorchDispatchMode):
         return allocation
 
     def _ledger_of(self, key: int) -> Ledger:
-        return self._host if key in self._on_host else self._ledger
+        return self._elsewhere.get(key, self._ledger)
 
     def _measure_resized(self, storage: torch.UntypedStorage) -> None:
         # A fake storage says that its device is meta: an unknown one is measured with its tensor's next operator.
@@ -236,22 +247,22 @@ class StorageTracker(TorchDispatchMode):
             _, allocation = self._alive.pop(key)
             self._born_in_forward.pop(key, None)
             self._ledger_of(key).set_bytes(allocation, 0)
-            self._on_host.discard(key)
+            self._elsewhere.pop(key, None)
 
     # Blocks
 
     def _take_stock(self) -> None:
-        """Register the storages that are alive when the measured code begins, and start both ledgers.
+        """Register the storages that are alive when the measured code begins, and start all ledgers.
 
         Parameters, buffers, optimizer states and gradients get their categories.
         """
         for ref, _ in list(self._alive.values()):
             if (storage := ref()) is not None:
                 self._measure_storage(storage)
-        if self._state_on_host:
+        if self._state_on != "device":
             sharded = [tensor for tensor in self._each_module_tensor() if isinstance(tensor, nn.Parameter)]
             self._sharded = set(map(id, sharded))
-            self._claim_on_host(sharded, Category.PARAMETER)
+            self._claim_elsewhere(sharded, Category.PARAMETER, self._host if self._state_on == "host" else self._disk)
         for tensor in self._each_module_tensor():
             for allocation in self._measure([tensor]):
                 if allocation.category is not Category.GATHERED:
@@ -262,6 +273,7 @@ class StorageTracker(TorchDispatchMode):
         self._write_deaths()
         self._ledger.begin_window()
         self._host.begin_window()
+        self._disk.begin_window()
 
     def _close_block(self) -> None:
         self._write_deaths()
@@ -314,26 +326,32 @@ class StorageTracker(TorchDispatchMode):
 
     def _claim_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            claim = self._claim_on_host if id(parameter) in self._sharded else self._claim
-            claim([parameter.grad], Category.GRADIENT)
+            if id(parameter) in self._sharded:
+                self._claim_elsewhere([parameter.grad], Category.GRADIENT, self._host)
+            else:
+                self._claim([parameter.grad], Category.GRADIENT)
 
     def _claim_gradients(self) -> None:
         for tensor in self._each_module_tensor():
             self._claim_gradient(tensor)
 
     def _claim_optimizer_states(self) -> None:
-        claim = self._claim_on_host if self._state_on_host else self._claim
         for optimizer in self._optimizers:
-            claim(each_tensor(list(optimizer.state.values())), Category.OPTIMIZER)
+            for kept in each_tensor(list(optimizer.state.values())):
+                if self._state_on == "device":
+                    self._claim([kept], Category.OPTIMIZER)
+                else:
+                    is_on_disk = self._state_on == "disk" and kept.dim() > 0  # counts of steps have no dimension
+                    self._claim_elsewhere([kept], Category.OPTIMIZER, self._disk if is_on_disk else self._host)
 
-    def _claim_on_host(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
-        """Claim storages that lie on the host, or that do from now on, like `_claim`."""
+    def _claim_elsewhere(self, tensors: Iterable[torch.Tensor], category: Category, ledger: Ledger) -> None:
+        """Claim storages that lie on the host or its disk, or that do from now on, like `_claim`."""
         for storage in self._storages(tensors):
             self._write_deaths()
             key = id(storage)
-            if key in self._alive and key not in self._on_host:
+            if key in self._alive and key not in self._elsewhere:
                 self._ledger.set_bytes(self._alive[key][1], 0)
-            self._on_host.add(key)
+            self._elsewhere.setdefault(key, ledger)
             self._measure_storage(storage).claim(category)
 
     def _claim(self, tensors: Iterable[torch.Tensor], category: Category) -> None:

@@ -136,10 +136,15 @@ def _describe_latent_attention(model: ModelShape) -> tuple[Operation, ...]:
     query_rank, kv_rank, rope, value = latent.query_rank, latent.kv_rank, latent.rope_width, latent.value_width
     query, keys_values = "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
     query_norm, kv_norm = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
-    return (
+    queries: tuple[Operation, ...] = (
         Linear(query, "input_layernorm", h, query_rank, "replicated"),
         Norm(query_norm, query_rank, reads=query),
         Linear("self_attn.q_b_proj", query_norm, query_rank, heads * width, "colwise"),
+    )
+    if not query_rank:
+        queries = (Linear("self_attn.q_proj", "input_layernorm", h, heads * width, "colwise"),)
+    return (
+        *queries,
         Linear(keys_values, "input_layernorm", h, kv_rank + rope, "replicated"),
         Norm(kv_norm, kv_rank, reads=keys_values),
         Linear("self_attn.kv_b_proj", kv_norm, kv_rank, heads * (width - rope + value), "colwise"),

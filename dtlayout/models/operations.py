@@ -50,6 +50,11 @@ class Weight:
         """True for a frozen matrix of a linear layer that tp can split: `precision.base` may store it in few bits."""
         return not self.trains and self.role == "matrix" and self.split is not None
 
+    def is_scaled(self, alignment: int) -> bool:
+        """True for a matrix of a `Linear` that multiplies in `precision.matmuls`; `alignment` is as for that."""
+        is_linear = self.role == "matrix" and self.split is not None
+        return is_linear and all(size % alignment == 0 for size in self.shape)
+
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
         """The weight's shape on each of `tp` ranks, an expert's on each of `ep`."""
         if self.is_of_experts:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from dtlayout.ops.cast_weight import CastWeight
 from dtlayout.ops.linear import Delay, make_at_once
 from dtlayout.spec.precision import ALIGNMENT
 
@@ -67,8 +68,9 @@ def multiply_tensorwise(
 ) -> Tensor:
     """x·wᵀ + b […, N] of x […, D], weight [N, D] and bias [N], with one scale for each tensor.
 
-    `share` gets the largest magnitudes [2] of this rank's x and weight, `share_gradient` that of its gradient of the
-    output. Backward hands `delay` how the weight's gradient is made.
+    `share` gets the largest magnitudes of this rank's x and weight [2], or of its x alone [1] where the weight is a
+    `CastWeight`, `share_gradient` that of its gradient of the output. Backward hands `delay` how the weight's gradient
+    is made.
     """
     output: Tensor = _Tensorwise.apply(x, weight, delay, share, share_gradient)
     return output if bias is None else output + bias
@@ -89,10 +91,13 @@ class _Tensorwise(Function):
         ctx: Any, x: Tensor, weight: Tensor, delay: Delay, share: Share, share_gradient: Share
     ) -> Tensor:  # fmt: skip
         ctx.delay, ctx.share = delay, share_gradient
-        scales = find_scales(share(torch.stack((find_magnitude(x), find_magnitude(weight)))), E4M3)
+        if isinstance(weight, CastWeight):
+            scales = find_scales(share(find_magnitude(x).view(1)), E4M3)
+        else:
+            scales = find_scales(share(torch.stack((find_magnitude(x), find_magnitude(weight)))), E4M3)
         of_x, of_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, scales)
-        x_TD, weight_ND = cast(x.flatten(0, -2), scales[0], E4M3), cast(weight, scales[1], E4M3)
+        x_TD, weight_ND = cast(x.flatten(0, -2), scales[0], E4M3), _cast_weight(weight, scales)
         return _multiply(x_TD, weight_ND.t(), x.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -102,7 +107,7 @@ class _Tensorwise(Function):
         scale = find_scales(ctx.share(find_magnitude(gradient_TN)), E5M2)
         made: list[Tensor | None] = [None, None]
         if of_x:
-            cast_TN, weight_ND = cast(gradient_TN, scale, E5M2), cast(weight, scales[1], E4M3)
+            cast_TN, weight_ND = cast(gradient_TN, scale, E5M2), _cast_weight(weight, scales)
             made[0] = _multiply(cast_TN, weight_ND, gradient_TN.dtype).view(*gradients[0].shape[:-1], -1)
             del cast_TN, weight_ND
         if of_weight:
@@ -110,6 +115,11 @@ class _Tensorwise(Function):
             rows_TD = x.detach().flatten(0, -2)
             made[1] = ctx.delay(partial(_differentiate_tensorwise, gradient_TN, scale, rows_TD, scales[0]))
         return *made, None, None, None
+
+
+def _cast_weight(weight: Tensor, scales: Tensor) -> Scaled:
+    """A weight in e4m3, by the second of `scales` or as it was gathered."""
+    return Scaled(weight.numbers, weight.scale) if isinstance(weight, CastWeight) else cast(weight, scales[1], E4M3)
 
 
 def _differentiate_tensorwise(gradient_TN: Tensor, scale: Tensor, x_TD: Tensor, scale_of_x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, StageLayout, key_of
 from dtlayout.costmodel.compute import recompute_time
+from dtlayout.costmodel.engine_rules import allows_ep_overlap
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.forward_only import has_forward_only
 from dtlayout.planner.kernel_choices import KernelChoices, with_one_loss
@@ -77,7 +78,7 @@ class BlockClass(NamedTuple):
     """
 
     layouts: tuple[Layout, ...]
-    """A layout for each legal value of tp_overlap."""
+    """A layout for each legal combination of tp_overlap, ep_overlap and ep_dispatcher."""
     mappings: tuple[StepMapping, ...]
 
 
@@ -98,10 +99,16 @@ class BlockClasses:
             tp, pp, cp, ep, dp = degrees
             methods, num_shardings = space.cp_methods(cp), len(space.shardings(degrees))
             num_all = len(methods) * len(space.sequence_parallel(tp)) * len(space.tp_overlap(tp)) * num_shardings
-            num_all *= len(space.recompute) * len(space.kernels)
-            for splits, orders in self._orders(pp).items():
+            num_all *= (
+                len(space.recompute)
+                * len(space.kernels)
+                * len(space.exchanges(ep, is_interleaved=True, recompute="none"))
+            )
+            for (splits, interleaves), orders in self._orders(pp).items():
                 num_legal = num_shardings * sum(
-                    len(overlaps) * len(self.kernels.legal(tp, cp, method, splits, recompute))
+                    len(overlaps)
+                    * len(self.kernels.legal(tp, cp, method, splits, recompute))
+                    * len(space.exchanges(ep, is_interleaved=interleaves, recompute=recompute))
                     for method in methods
                     for overlaps in self._overlaps(tp, cp, method, splits).values()
                     for recompute in space.recompute * bool(overlaps)
@@ -112,12 +119,20 @@ class BlockClasses:
                 counts["not legal"] += num_all * len(steps) - num_legal * len(legal)
                 for order, micro_batch in legal:
                     m = space.scenario.batch.global_batch // (dp * micro_batch)
-                    shared = tp, cp, ep, micro_batch, splits, pp > 1
+                    shared = tp, cp, ep, micro_batch, splits, interleaves, pp > 1
                     mappings[shared].append(StepMapping(degrees, *order, m, num_shardings))
         return [each for shared, found in mappings.items() for each in self._list_with(found, *shared)]
 
     def _list_with(
-        self, mappings: list[StepMapping], tp: int, cp: int, ep: int, micro_batch: int, splits: bool, _: bool
+        self,
+        mappings: list[StepMapping],
+        tp: int,
+        cp: int,
+        ep: int,
+        micro_batch: int,
+        splits: bool,
+        interleaves: bool,
+        _: bool,
     ) -> Iterator[BlockClass]:
         """Block classes with these mappings, one for each legal cp_method and sequence parallelism."""
         first = mappings[0]
@@ -128,7 +143,11 @@ class BlockClasses:
                     "micro_batch": micro_batch, "sequence_parallel": sp, "schedule": first.schedule,
                     "virtual_stages": first.virtual_stages,
                 }  # fmt: skip
-                layouts = tuple([Layout(tp_overlap=each, **shared, **self.space.constant) for each in overlaps])
+                exchanges = self.space.exchanges(ep, is_interleaved=interleaves, recompute="none")
+                layouts = tuple([
+                    Layout(tp_overlap=each, ep_overlap=exchange, ep_dispatcher=name, **shared, **self.space.constant)  # type: ignore[arg-type]
+                    for each, (exchange, name) in product(overlaps, exchanges)
+                ])  # fmt: skip
                 if layouts and any(self.kernels.legal_for(layouts[0], each) for each in self.space.recompute):
                     yield BlockClass(layouts, tuple(mappings))
 
@@ -139,8 +158,13 @@ class BlockClasses:
         """
         found, (block_s, head_s) = [], self._least_s(block_class)
         for recompute in self.space.recompute:
-            layouts = tuple([replace(each, recompute=recompute) for each in block_class.layouts])
-            if kernels := with_one_loss(self.kernels.legal_for(layouts[0], recompute)):
+            allows_overlap = allows_ep_overlap(recompute, True)
+            layouts = tuple([
+                replace(each, recompute=recompute)
+                for each in block_class.layouts
+                if allows_overlap or not each.overlaps_ep
+            ])  # fmt: skip
+            if layouts and (kernels := with_one_loss(self.kernels.legal_for(layouts[0], recompute))):
                 parts = [key_of(layout, StageLayout) for layout in layouts]
                 recompute_s = min([self._least_recompute_s(part, each) for part in parts for each in kernels])
                 mappings = self._recomputed_mappings(block_class.mappings, Recompute.parse(recompute).every)
@@ -175,11 +199,16 @@ class BlockClasses:
         blocks = [(scenario, self.estimator.blocks[kind](of_block, kernels)) for kind, scenario in kinds.items()]
         return min([sum(recompute_time(scenario, part, kernels, block)) for scenario, block in blocks])  # type: ignore[arg-type]
 
-    def _find_orders(self, pp: int) -> dict[bool, list[ScheduleChoice]]:
-        """Schedules with their virtual stages, by whether they split the backward."""
-        found = defaultdict[bool, list[ScheduleChoice]](list)
-        for order in self.space.orders(pp):
-            found[pp > 1 and find_schedule(order[0]).splits_backward].append(order)
+    def _find_orders(self, pp: int) -> dict[tuple[bool, bool], list[ScheduleChoice]]:
+        """Schedules with their virtual stages, by whether they split the backward, and whether stages are interleaved.
+
+        The second is of mixtures whose ep can be overlapped; elsewhere, and without a pipeline, it is True.
+        """
+        found = defaultdict[tuple[bool, bool], list[ScheduleChoice]](list)
+        matters = pp > 1 and self.space.scenario.model.experts is not None and self.space.has_axis("ep_overlap")
+        for name, v in self.space.orders(pp):
+            splits = pp > 1 and find_schedule(name).splits_backward
+            found[splits, v > 1 or not matters].append((name, v))
         return found
 
     def _find_overlaps(self, tp: int, cp: int, method: str, splits: bool) -> dict[bool, list[bool]]:

@@ -20,7 +20,7 @@ from dtlayout.spec.layout_keys import NEEDED_DEGREE
 from dtlayout.spec.layout_names import complete_name, describe_unknown_word, is_whole, read_word, split_name
 
 _OFF = Layout()
-CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout)}
+CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout) if f.name != "offload_folder"}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
 """Everything that can be fixed or avoided: name → type."""
 
@@ -100,9 +100,8 @@ def read_avoided(texts: Iterable[str], fixed: Mapping[str, Any]) -> dict[str, li
 def find_idle(space: Space) -> list[str]:
     """One line of advice for each fixed choice that is known to have no effect; an empty list if there is none.
 
-    Three kinds are known. A field of `NEEDED_DEGREE` is not off, and its degree is 1 in all layouts of the space. Or a
-    kernel is of an operation that the model lacks. Or ep_dispatcher=alltoall is asked of an engine that only has
-    deepep. The caller refuses the search with these lines.
+    Two kinds are known. A field of `NEEDED_DEGREE` is not off, and its degree is 1 in all layouts of the space. Or a
+    kernel is of an operation that the model lacks. The caller refuses the search with these lines.
     """
     problems = list[str]()
     for name, value in space.fixed.items():
@@ -120,7 +119,4 @@ def find_idle(space: Space) -> list[str]:
         if value != usual and not known[value].is_used(request):
             model = space.scenario.model.name
             problems.append(f"{operation}={value} has no effect, since model {model} has no {operation}; leave it out")
-    if space.fixed.get("ep_dispatcher") == "alltoall" and space.scenario.engine.features.sends_tokens_once:
-        name = space.scenario.engine.name
-        problems.append(f"ep_dispatcher=alltoall is nothing that {name} has; use ep_dispatcher=deepep")
     return problems

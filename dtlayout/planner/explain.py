@@ -68,7 +68,9 @@ class Explanation:
     copied_s: float = 0.0
     """Seconds of a step in which a rank's link to its host copies; 0 without offload."""
     waited_s: float = 0.0
-    """Seconds by which the step is longer because it waits for these copies."""
+    """Seconds by which the step is longer because it waits for these copies, and for the disk."""
+    on_disk_s: float = 0.0
+    """Seconds of a step in which a rank's disk reads and writes; 0 where nothing lies there."""
     fine_tuning: Change | None = None
     """The layout with a LoRA beside a frozen model, on a base of 4 bits if need be, where it does not fit without."""
 
@@ -83,9 +85,10 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     waits = any(work.host_s > LEAST_GAIN * (work.forward_s + work.backward_s) for work in stages)
     limit = find_limit(now, waits_for_host=waits)
     found = Explanation(now, limit, changes, growth, fine_tuning=find_fine_tuning(scenario, now))
+    found = replace(found, on_disk_s=estimator.on_disk_s(layout))
     if layout.offload == "none" or scenario.is_on_host:
         return found
-    gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=inf)
+    gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=inf, disk_bytes_per_s=inf)
     at_once = Estimator(replace(scenario, cluster=replace(scenario.cluster, gpu=gpu))).estimate(layout, kernels)
     waited_s = max(0.0, now.step_time_s - at_once.step_time_s)
     return replace(found, copied_s=estimator.copied_s(layout, kernels), waited_s=waited_s)
@@ -197,4 +200,6 @@ def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
 
 def _to_change(estimator: Estimator, now: Estimate, knob: str, layout: Layout, kernels: Kernels) -> Change:
     overrides = find_overrides((now.layout, now.kernels), (layout, kernels))
+    if layout.has_state_on_disk and not layout.offload_folder:
+        overrides = (*overrides, "--layout.offload_folder=FOLDER")
     return Change(knob, overrides, estimator.estimate(layout, kernels))

@@ -24,7 +24,7 @@ from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.rank_groups import Counts, RankGroup
-from dtlayout.costmodel.scenario import Scenario, count_state_shards, tokens_of
+from dtlayout.costmodel.scenario import Scenario, count_state_shards, saved_by_casts, tokens_of
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.schedules.actions import PASS_BACK, RELEASE
 from dtlayout.spec.kernels import Kernels
@@ -145,19 +145,18 @@ class Peaks:
         trained = n - apart.frozen.total
         precision = self.scenario.precision
         params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
+        gathered = compute * (n - apart.spared) - saved_by_casts(self.scenario) * apart.scaled
+        gathered = gathered if layout.zero < 3 else 0.0
         if layout.offloads_state:
-            if state_on_host_bytes(self.scenario, layout, n, apart) > self.estimator.host_capacity_bytes:
+            if state_on_host_bytes(self.scenario, layout, n, apart, of_experts) > self.estimator.host_capacity_bytes:
                 return inf
-            whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and has_gradients else 0.0)
-            return whole * trained + (compute if layout.zero < 3 else 0.0) * apart.stored
+            return gathered + (reduce * trained if layout.zero == 1 and has_gradients else 0.0)
         groups = list_trained(self.scenario.optimizer, n, of_experts, apart)
         shards = [(optimizer, own.shard(layout)) for optimizer, own in groups]
         gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum([own for _, own in shards])
         state = sum([(params + optimizer.state_bytes(params)) * own for optimizer, own in shards])
-        spared = compute * apart.spared
-        state += compute * apart.frozen.shard(layout) - spared / count_state_shards(layout)
-        state += compute * n - spared if layout.zero < 3 else 0.0
-        return state + (gradients if has_gradients else 0.0)
+        state += compute * (apart.frozen.shard(layout) - apart.spared / count_state_shards(layout))
+        return state + gathered + (gradients if has_gradients else 0.0)
 
 
 def _count_sizes(scenario: Scenario, counts: Counts, tp: int, ep: int = 1) -> RankSizes:

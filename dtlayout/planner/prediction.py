@@ -5,7 +5,9 @@ same refusal, without communication.
 """
 
 from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.files import expand
 from dtlayout.base.formatting import GIB, choose_unit, format_bytes, plural, three_digits
+from dtlayout.base.mapped_file import find_free_bytes
 from dtlayout.config.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
@@ -83,6 +85,26 @@ def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_rank
         f"layout {layout} is predicted to need {needed_bytes / GIB:,.1f} GiB on pipeline rank "
         f"{predicted.busiest_rank}, {num_ranks} ranks of which share the {host_bytes / GIB:,.1f} GiB of this host; use "
         f"a smaller model or batch or more hosts, or --train.force=true to try it anyway"
+    )
+
+
+def refuse_full_disk(config: Config, layout: Layout, gpu: Gpu | None, num_ranks: int) -> None:
+    """InvalidLayout if `num_ranks` ranks of this host need more than its disk has free in `layout.offload_folder`;
+    `train.force` lets all pass. InvalidConfig if there is no such folder."""
+    if not layout.has_state_on_disk:
+        return
+    folder = str(expand(layout.offload_folder))
+    free_bytes = find_free_bytes(folder, "layout.offload_folder")
+    predicted = predict(config, layout, gpu)
+    if predicted is None or config.train.force:
+        return
+    needed_bytes = num_ranks * round(max(predicted.disk_bytes))
+    if needed_bytes <= free_bytes:
+        return
+    raise InvalidLayout(
+        f"layout {layout} is predicted to need {needed_bytes / GIB:,.1f} GiB on disk for {plural(num_ranks, 'rank')}, "
+        f"and layout.offload_folder={folder} has {free_bytes / GIB:,.1f} GiB free: {needed_bytes - free_bytes} bytes "
+        f"are missing; free them, name a folder on a larger disk, or use --train.force=true to try it anyway"
     )
 
 

@@ -158,5 +158,6 @@ class Search:
 
 
 def _group_of(cost: MicrobatchCost, mapping: StepMapping) -> tuple[Any, ...]:
-    """All of a layout but kernels, tp_overlap and state sharding."""
-    return cost.part._replace(overlaps_tp=False), cost.layout.sequence_parallel, mapping
+    """All of a layout but kernels, tp_overlap, what ep sends how, and state sharding."""
+    alike = cost.part._replace(overlaps_tp=False, overlaps_ep=False, sends_tokens_once=False)
+    return alike, cost.layout.sequence_parallel, mapping

@@ -15,6 +15,8 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | micro_batch | divisors of B |
 | cp_method | beside cp, all that the engine has |
 | sequence_parallel, tp_overlap | on and off; for tp > 1 also off, and on |
+| ep_overlap | off; for ep > 1 on, where the engine has it and the order allows it |
+| ep_dispatcher | the usual one; where ep leaves the fast links all that the engine has |
 | recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
 | offload | none; layouts that fit only with it are named by suggestions.py, and `explain` tries each value |
 | attention, loss, compile | of our trainer what auto is; sdpa-flash; chunked, linear; none |
@@ -38,6 +40,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.cache_keys import StateLayout
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.engine_rules import (
+    allows_ep_overlap,
     check_base,
     check_copies_of_experts,
     check_data_parallel,
@@ -72,7 +75,7 @@ ScheduleChoice = tuple[str, int]
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
 _OFF = Layout()
-_CONSTANT = ("ep_overlap", "ep_dispatcher", "stage_layers", "offload")
+_CONSTANT = ("stage_layers", "offload")
 """Fields of Layout that are not searched: each has the value that a user fixes, or else its default."""
 MOST_VIRTUAL_STAGES = 64
 """Most virtual stages of a rank. With v of them the bubble is 1/v of 1F1B's, so more would gain nothing."""
@@ -131,6 +134,7 @@ class Space:
     def __post_init__(self) -> None:
         problems, asked = find_scenario_lacks(self.scenario), dict(self.constant)
         asked.pop("stage_layers", None)  # of which each layout says whether it is legal
+        asked |= {name: self.fixed[name] for name in ("ep_overlap", "ep_dispatcher") if name in self.fixed}
         if any(value != getattr(_OFF, name) for name, value in asked.items()):
             problems = find_unsupported(self.scenario, Layout(**asked))
         if problems:
@@ -201,7 +205,7 @@ class Space:
         shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
-        are_shared = {n: count_state_shards(StateLayout(pp, dp, n, cp, tp, ep, 1, False)) > 1 for n in shards}  # type: ignore[arg-type]
+        are_shared = {n: count_state_shards(StateLayout(pp, dp, n, cp, tp, ep, 1, "device")) > 1 for n in shards}  # type: ignore[arg-type]
         # Our trainer computes with copies in another format, which zero 3 frees between uses on one rank too.
         alone = (1, 3) if dp == 1 and self.scenario.engine.name == OWN_ENGINE else (1,)
         # A fixed stage of ZeRO asks for shards where there are ranks to share the state.
@@ -244,6 +248,14 @@ class Space:
     def tp_overlap(self, tp: int) -> list[bool]:
         """Values of tp_overlap: off, and on if that makes a difference."""
         return self.choose("tp_overlap", (False, True) if tp > 1 and self.has_axis("tp_overlap") else (False,))
+
+    def exchanges(self, ep: int, *, is_interleaved: bool, recompute: str) -> list[tuple[bool, str]]:
+        """Values of ep_overlap and ep_dispatcher, the usual ones first: further ones where they make a difference."""
+        overlaps = self.choose("ep_overlap", (False, True) if ep > 1 and self.has_axis("ep_overlap") else (False,))
+        legal = [each for each in overlaps if not each or ep == 1 or allows_ep_overlap(recompute, is_interleaved)]
+        known = self.scenario.engine.features.ep_dispatchers if ep > 1 else (_OFF.ep_dispatcher,)
+        leaves_links = ep > self.scenario.cluster.gpus_linked
+        return list(product(legal, self.choose("ep_dispatcher", known if leaves_links else known[:1])))
 
     @cached_property
     def recompute(self) -> list[str]:

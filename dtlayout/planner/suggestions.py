@@ -94,8 +94,9 @@ def remark_on_state(search: Search) -> str:
 
 
 def remark_on_offload(search: Search, missed: Estimate) -> str:
-    """A sentence on a layout that fits with the host's memory, if none does without; `missed` misses by least.
+    """A sentence on a layout that fits with the host's memory or its disk, if none does without; the disk comes last.
 
+    `missed` is the layout that misses by least.
     An offload is tried, with the smallest microbatches, if it takes as many bytes off `missed` as are lacking.
     """
     space, fullest = search.space, max(missed.memory, key=lambda rank: rank.needed)
@@ -104,15 +105,21 @@ def remark_on_offload(search: Search, missed: Estimate) -> str:
     lacking = fullest.needed - search.allowed_bytes
     others = fullest.total - fullest.activations
     fixed = {"micro_batch": 1, "schedule": "1f1b", **space.fixed}
-    for name, size in {"activations": fullest.activations, "optimizer": others, "both": fullest.total}.items():
+    ways = {"activations": fullest.activations, "optimizer": others, "both": fullest.total, "disk": others}
+    for name, size in ways.items():
         if size < lacking or find_unsupported(space.scenario, Layout(offload=name)):  # type: ignore[arg-type]
             continue
         for best in search.with_fixed({**fixed, "offload": name}).run(top=1).ranked:
             return (
                 f"With --fix offload={name} {best.layout} would fit, {three_digits(best.step_time_s)} s a step, "
-                f"with {max(best.host_bytes) / GIB:.0f} GiB of the host's memory for a GPU."
+                f"with {max(best.host_bytes) / GIB:.0f} GiB of the host's memory for a GPU{_describe_disk(best)}."
             )
     return ""
+
+
+def _describe_disk(estimate: Estimate) -> str:
+    """The bytes that lie on disk, as the end of a sentence; empty where there are none."""
+    return f" and {max(estimate.disk_bytes) / GIB:.0f} GiB of its disk" if estimate.disk_bytes else ""
 
 
 def remark_on_fine_tuning(search: Search) -> str:

@@ -16,7 +16,7 @@ gathered from a forward until a backward is over. With HSDP the shards are summe
 the last backward.
 
 Where the host has the state (ZeRO-Offload, arXiv:2101.06840), a unit's shards are copied to the device to be gathered,
-and its summed gradients back from there; the optimizer works on the host.
+and its summed gradients back from there; the optimizer works on the host. Shards may be pages of files there (disk.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -41,9 +41,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from dtlayout.mesh.axes import DP_REPLICATE
+from dtlayout.mesh.axes import DP_REPLICATE, TP
 from dtlayout.mesh.build import ExpertMesh, ShardMesh, data_mesh
 from dtlayout.models.description import EMBEDDING, HEAD
+from dtlayout.plans.cast_gather import CastGathers, gather_cast
 from dtlayout.plans.experts import place_shards
 from dtlayout.plans.plan import Plan, list_parameters, match_names
 
@@ -62,6 +63,8 @@ class GradientSync:
     """Whether there are several copies of the shards (HSDP)."""
     reductions: tuple[DefaultReduceScatter, ...]
     """FSDP2's hook that sums gradients over the shards, for each unit."""
+    casts: CastGathers | None = None
+    """The weights that are gathered in fp8; None where there are none."""
 
     def expect_split_backwards(self) -> None:
         """Call once where backwards come in two parts.
@@ -78,6 +81,8 @@ class GradientSync:
             unit.set_requires_all_reduce(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
         self.units[-1].set_is_last_backward(is_last)
+        if is_last and self.casts:
+            self.casts.are_stale = True  # an update follows
 
     def before_input_backward(self) -> None:
         """Call before the first part of a backward that is split: its gradients wait for those of the weights."""
@@ -112,10 +117,17 @@ class GradientSync:
             unit.set_custom_all_gather(_Observed(DefaultAllGather(), lambda: around("gather")))
             unit.set_custom_reduce_scatter(_Observed(reduction, lambda: around("reduce")))
 
+    def before_gathers(self) -> None:
+        """Call on all ranks before units are gathered outside of a forward, which does it itself."""
+        if self.casts:
+            self.casts.find_scales()
+
     def after_evaluation(self) -> None:
         """Call after forwards that no backward follows, which would have let go of gathered parameters."""
         for unit in self.units:
             unit.reshard()
+        if self.casts:
+            self.casts.are_stale = True
 
 
 class _ReduceScatter(DefaultReduceScatter):
@@ -158,8 +170,9 @@ def shard(
         reduce_dtype=getattr(torch, plan.precision.reduce),
         cast_forward_inputs=False,  # stages and embeddings hand on what they compute
     )
-    # Memory is pinned beside a GPU, so that neither copy makes the host wait.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offloads_state else OffloadPolicy()
+    # Memory is pinned beside a GPU, so that neither copy makes the host wait; pages of a file cannot be.
+    pins = mesh.device_type == "cuda" and not plan.has_state_on_disk
+    offload = CPUOffloadPolicy(pin_memory=pins) if plan.offloads_state else OffloadPolicy()
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
     data, of_experts = ShardMesh(data_mesh(mesh), reduction_group), set(match_names(plan.experts, names))
@@ -184,6 +197,11 @@ def shard(
             unit.set_custom_reduce_scatter(reduction)
         units.append(unit)
         reductions.append(reduction)
+    casts = None
+    if plan.gathers_scaled:
+        linears = [name for pattern in plan.scaled for name in match_names(pattern, names)]
+        sharing = data.mesh.get_group(data.mesh.ndim - 1), mesh[TP].get_group()
+        casts = gather_cast(module, linears, sharing, getattr(torch, plan.precision.compute))
     num_frozen = len([*takewhile(lambda members: _has_no_backward(module, members), in_order)])
     _prefetch_backward(units[num_frozen:], {module.get_submodule(name) for name in of_experts})
     return GradientSync(
@@ -192,6 +210,7 @@ def shard(
         keep_gathered=plan.zero < 3,
         is_replicated=mesh[DP_REPLICATE].size() > 1,
         reductions=tuple(reductions),
+        casts=casts,
     )
 
 

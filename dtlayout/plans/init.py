@@ -28,9 +28,12 @@ CHUNK = 1 << 20
 
 
 def allocate(modules: Sequence[nn.Module], device: torch.device | str) -> None:
-    """Give sharded modules on the meta device their memory, and fill RoPE tables; parameters hold what was there."""
+    """Give what of sharded modules is on the meta device its memory, and fill RoPE tables.
+
+    Parameters hold what was there.
+    """
     for module in modules:
-        module.to_empty(device=device)
+        module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         for part in module.modules():
             if isinstance(part, RotaryEmbedding):
                 part.reset_buffers()

@@ -77,7 +77,7 @@ class Plan(Offload):
     attention: str = Kernels.attention
     """The kernel that attends, where cp has it done part after part."""
     offload: str = "none"
-    """Data that lies in the host's memory, as `Layout.offload` says."""
+    """Data that lies in the host's memory, or on its disk, as `Layout.offload` says."""
     compile: Compile = "none"
     """Modules that torch.compile gets: each of the blocks, the loss, the whole, or none."""
     frozen: tuple[str, ...] = ()
@@ -86,6 +86,8 @@ class Plan(Offload):
     """Patterns of the linear layers whose frozen weights are stored as `precision.base` says."""
     scaled: tuple[str, ...] = ()
     """Patterns of the linear layers that multiply in `precision.matmuls`, below the compute format."""
+    gathers_scaled: bool = False
+    """Whether the weights of those layers are gathered in that format."""
     fake_quantized: tuple[str, ...] = ()
     """Patterns of the linear layers that multiply by weights rounded as `precision.fake_quant` says."""
     experts: str = ""
@@ -116,7 +118,9 @@ class Plan(Offload):
             rows.append((self.blocks, f"recomputed {what}, one of {self.recompute.every}"))
         if self.offloads_activations:
             rows.append((self.blocks, "kept on the host until a block before its backward"))
-        if self.offloads_state:
+        if self.has_state_on_disk:
+            rows.append(("(all)", "masters and optimizer on the host's disk, gradients in its memory"))
+        elif self.offloads_state:
             rows.append(("(all)", "masters, gradients and optimizer on the host"))
         p = self.precision
         rows.append(("(all)", f"params {p.params}, compute {p.compute}, gradients summed in {p.reduce}"))
@@ -144,6 +148,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         frozen=find_frozen(model),
         quantized=find_quantized(model) if precision.base != "compute" else (),
         scaled=find_scaled(model) if precision.matmul_format else (),
+        gathers_scaled=gathers_scaled(precision),
         fake_quantized=find_fake_quantized(model) if precision.fake_quant != "none" else (),
         experts=experts,
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
@@ -192,6 +197,11 @@ def gathers_cast(model: ModelShape, precision: Precision) -> bool:
         return False
     linears = [each for _, block in _list_blocks(model) for each in block if isinstance(each, Linear)]
     return all(each.is_scaled(ALIGNMENT) for each in linears)
+
+
+def gathers_scaled(precision: Precision) -> bool:
+    """Whether FSDP2 gathers weights as they multiply: with one scale for a whole weight, whoever has which part."""
+    return precision.matmul_format is not None and precision.matmul_format.scales_tensors
 
 
 def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> dict[str, TensorStyle]:

@@ -40,7 +40,7 @@ def write(job: Job) -> Arguments:
     gaps += unknown + job.odd_state() + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
     groups = [
         _model(job), _latent_attention(job), _experts(job), _degrees(job), _data_parallel(job), recompute,
-        ["--bf16", *["--grad-reduce-in-bf16"] * (job.scenario.engine.features.reduce_bytes == 2)],
+        _formats(job), _graphs(job),
         _MATMULS.get(matmuls, ()), ["--attention-backend", backend], _training(job),
     ]  # fmt: skip
     lines = [line for group in groups for line in _one_an_option(group)]
@@ -114,8 +114,13 @@ def _model(job: Job) -> list[str]:
 def _latent_attention(job: Job) -> list[str]:
     if (latent := job.model.latent_attention) is None:
         return []
+    ranks = [
+        *["--q-lora-rank", f"{latent.query_rank}"] * (latent.query_rank > 0),
+        "--kv-lora-rank",
+        f"{latent.kv_rank}",
+    ]
     return [
-        "--multi-latent-attention", "--q-lora-rank", f"{latent.query_rank}", "--kv-lora-rank", f"{latent.kv_rank}",
+        "--multi-latent-attention", *ranks,
         "--qk-head-dim", f"{job.model.head_width - latent.rope_width}",
         "--qk-pos-emb-head-dim", f"{latent.rope_width}", "--v-head-dim", f"{latent.value_width}",
     ]  # fmt: skip
@@ -175,6 +180,8 @@ def _degrees(job: Job) -> list[str]:
         "--global-batch-size", f"{job.scenario.batch.global_batch}",
     ]  # fmt: skip
     options += ["--cp-comm-type", _CONTEXT[layout.cp_method]] * (layout.cp > 1)
+    if layout.virtual_stages > 1 and not job.scenario.engine.features.overlap_pp:
+        options.append("--no-overlap-p2p-communication")
     options += ["--sequence-parallel"] * layout.shards_sequence + ["--tp-comm-overlap"] * layout.overlaps_tp
     if len({*stage_layers}) > 1:
         return [*options, "--pipeline-model-parallel-layout", f"'{split_stages(stage_layers)}'"]
@@ -185,13 +192,30 @@ def _degrees(job: Job) -> list[str]:
 def _data_parallel(job: Job) -> list[str]:
     layout = job.layout
     copies = ["--num-distributed-optimizer-instances", f"{layout.dp_replicate}"] * (layout.dp_replicate > 1)
+    overlaps = job.scenario.engine.features.overlap_dp
     if not job.shards_state:
-        return ["--overlap-grad-reduce"] * (layout.dp > 1)
-    options = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *copies]
+        return ["--overlap-grad-reduce"] * (layout.dp > 1 and overlaps)
+    options = ["--use-distributed-optimizer", *["--overlap-grad-reduce", "--overlap-param-gather"] * overlaps, *copies]
     if layout.zero == 1:
         return options
     strategy = ["--data-parallel-sharding-strategy", _SHARDED[layout.zero]]
     return [*options, "--use-megatron-fsdp", *strategy, "--ckpt-format", "fsdp_dtensor"]
+
+
+def _formats(job: Job) -> list[str]:
+    if job.scenario.precision.compute == "float16":
+        return ["--fp16"]
+    return ["--bf16", *["--grad-reduce-in-bf16"] * (job.scenario.engine.features.reduce_bytes == 2)]
+
+
+def _graphs(job: Job) -> list[str]:
+    """Arguments for kernels that start as CUDA graphs."""
+    match job.scenario.engine.features.cuda_graphs:
+        case "full":
+            return ["--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration"]
+        case "attention":
+            return ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn"]
+    return []
 
 
 def _recompute(job: Job) -> tuple[list[str], list[str]]:

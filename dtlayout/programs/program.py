@@ -7,7 +7,6 @@ that names what is written instead. What the program would refuse at its start i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import ceil
 from typing import Any
 
 from dtlayout.costmodel.engine import find_usual
@@ -59,7 +58,7 @@ class Job:
         """The command by which each node starts its ranks, up to the program's own file."""
         cluster = self.scenario.cluster
         processes = min(cluster.num_gpus, cluster.gpus_per_node)
-        nodes = ceil(cluster.num_gpus / cluster.gpus_per_node)
+        nodes = cluster.num_nodes
         meeting = "" if nodes == 1 else f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         return f"torchrun --nproc-per-node {processes}{meeting}"
 

@@ -1,15 +1,19 @@
 """Intervals: ranges around predicted values that hold nine of ten measured values.
 
 They are no theory: constants/errors.toml has them from rows that were left out of every fit
-(validation/cross_validation.py), each for rows of a kind.
-A prediction takes the first kind that it belongs to and that enough rows stand behind:
+(validation/cross_validation.py). A prediction is known where rows of its engine, GPU type, format and kind of model
+were measured at its site, on as many nodes. Where it is not, the ways in which it is new each have a range, and it has
+the widest that these make together:
 
-| kind | rows of | whose constants |
+| kind | what is new | rows behind the range |
 |---|---|---|
-| known | the engine on the GPU type in the precision, of dense models or of mixtures | were fitted to other models |
-| new GPU | the engine in the precision, of such models | were fitted to runs on other GPU types |
-| new precision | the engine, of such models | were fitted to runs on other GPU types |
-| new engine | all engines | were fitted to no run of their engine |
+| known | only the model | those of the engine on the GPU type in the format, by fits to other models |
+| new nodes | more nodes than any row like it: a step's range of one doubling, for each | by fits to half as many |
+| new site | the site, as that of a user is | by fits to what other sites measured |
+| new GPU | the GPU type, the format or the kind of model | by fits to other GPU types |
+| new engine | the engine | by fits to no run of the engine |
+
+Behind all but the first, each group that was left out as a whole counts as much: a site, or an engine on a GPU type.
 
 Layouts of one engine on one GPU type share most of their error, so whether two of them can be told apart is another
 question; `find_order` answers it.
@@ -18,7 +22,7 @@ question; `find_order` answers it.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from math import inf
+from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
 from dtlayout.base import toml
@@ -31,31 +35,17 @@ FILE = "errors.toml"
 Quantity = Literal["step_time", "peak_memory"]
 QUANTITIES: tuple[Quantity, ...] = ("step_time", "peak_memory")
 """Predicted quantities that have an interval."""
-
-
-class RowKind(NamedTuple):
-    """The rows that an interval rests on."""
-
-    name: str
-    keys: tuple[str, ...]
-    """Keys of `describe_scenario` whose values the rows share with the predicted scenario."""
-    words: str
-    """The rows in words, with the keys in braces."""
-
-
-KINDS = (
-    RowKind(
-        "known",
-        ("engine", "gpu", "precision", "model"),
-        "{engine} on {gpu} in {precision}, {model}, by fits to other models",
-    ),
-    RowKind(
-        "new GPU", ("engine", "precision", "model"), "{engine} in {precision}, {model}, by fits to other GPU types"
-    ),
-    RowKind("new precision", ("engine", "model"), "{engine}, {model}, by fits to other GPU types"),
-    RowKind("new engine", (), "all engines, fitted to none of them"),
-)
-"""Kinds of rows, the one most like the predicted scenario first."""
+KNOWN, NEW_NODES, NEW_SITE, NEW_GPU, NEW_ENGINE = "known", "new nodes", "new site", "new GPU", "new engine"
+KINDS = {
+    KNOWN: "{engine} on {gpu} in {precision}, {model}, by fits to other models",
+    NEW_NODES: "more nodes than fits had seen",
+    NEW_SITE: "sites that no fit had seen",
+    NEW_GPU: "GPU types that no fit had seen",
+    NEW_ENGINE: "engines that no fit had seen",
+}
+"""Kind → its rows, in words."""
+SAME = ("engine", "gpu", "precision", "model")
+"""Keys of `describe_scenario` whose values known rows share with the predicted scenario."""
 _RECORD = "the steps of the last sweep on these machines"
 
 
@@ -66,7 +56,7 @@ class Interval:
     low: float
     high: float
     kind: str
-    """The name of the kind of rows that it rests on, or `record`."""
+    """The kinds of rows that it rests on, or `record`."""
     like: str
     """The rows that the interval rests on, in words."""
     rows: int | None
@@ -84,8 +74,8 @@ class Interval:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it rests on other engines' rows, since nothing like the predicted scenario was measured."""
-        return self.kind == KINDS[-1].name
+        """Whether it rests on other engines' rows, since no run of the predicted engine was measured."""
+        return NEW_ENGINE in self.kind
 
     @property
     def basis(self) -> str:
@@ -120,7 +110,7 @@ class PairOrder:
 
 
 def describe_scenario(scenario: Scenario) -> dict[str, str]:
-    """The facts that tell kinds of rows apart: key → value."""
+    """The facts that tell groups of rows apart: key → value."""
     return {
         "engine": scenario.engine.name, "gpu": scenario.cluster.gpu.name,
         "precision": scenario.precision.multiplies_in,
@@ -128,9 +118,12 @@ def describe_scenario(scenario: Scenario) -> dict[str, str]:
     }  # fmt: skip
 
 
-def find_intervals(scenario: Scenario) -> Intervals:
-    """The intervals of a scenario; our own engine on machines with a record has that of their steps."""
-    found = Intervals(**look_up(read_errors(), describe_scenario(scenario)))
+def find_intervals(scenario: Scenario, site: str = "") -> Intervals:
+    """The intervals of a scenario at a site; without one, as on machines of a user, no row was measured there.
+
+    Our own engine on machines with a record has that of their steps.
+    """
+    found = Intervals(**look_up(read_errors(), describe_scenario(scenario), site, scenario.cluster.num_nodes))
     gpu = scenario.cluster.gpu
     if scenario.engine.name != OWN_ENGINE or gpu.prediction_error is None:
         return found
@@ -139,23 +132,70 @@ def find_intervals(scenario: Scenario) -> Intervals:
     return found._replace(step_time=record)
 
 
-def look_up(errors: Mapping[str, Any], scenario: Mapping[str, str]) -> dict[Quantity, Interval]:
-    """The intervals of the nearest kinds in tables like those of errors.toml, for what `describe_scenario` says.
+def look_up(errors: Mapping[str, Any], facts: Mapping[str, str], site: str, nodes: int) -> dict[Quantity, Interval]:
+    """The intervals by tables like those of errors.toml, for what `describe_scenario` says.
 
-    A quantity is missing where too few rows stand behind any kind.
+    A quantity is missing where too few rows stand behind a kind that is needed.
     """
-    nearest = {quantity: _find_nearest(errors[quantity], scenario) for quantity in QUANTITIES}
-    return {quantity: interval for quantity, interval in nearest.items() if interval}
+    ways = find_new(errors["seen"], facts, site, nodes)
+    of_memory = {kind: times for kind, times in ways.items() if kind != NEW_NODES}  # which hold no more than fewer
+    found: dict[Quantity, Interval | None] = {
+        "step_time": _join(errors["step_time"], facts, ways),
+        "peak_memory": _join(errors["peak_memory"], facts, of_memory),
+    }
+    return {quantity: interval for quantity, interval in found.items() if interval}
 
 
-def _find_nearest(entries: Sequence[Mapping[str, Any]], scenario: Mapping[str, str]) -> Interval | None:
-    for kind in KINDS:
-        wanted = {"kind": kind.name, **{key: scenario[key] for key in kind.keys}}
-        for entry in entries:
-            if all(entry.get(key) == value for key, value in wanted.items()):
-                like = kind.words.format_map(scenario)
-                return Interval(entry["low"], entry["high"], kind.name, like, entry["rows"])
-    return None
+def find_new(seen: Sequence[Mapping[str, Any]], facts: Mapping[str, str], site: str, nodes: int) -> dict[str, int]:
+    """Ways in which a prediction is new to the rows that fits have seen → how often its range counts; {} if it is not.
+
+    `seen` has the facts of such rows, with their site and their most nodes.
+    """
+    same_engine = [row for row in seen if row["engine"] == facts["engine"]]
+    if not same_engine:
+        return {NEW_ENGINE: 1}
+    alike = [row for row in same_engine if all(row[key] == facts[key] for key in SAME)]
+    ways: dict[str, int] = {}
+    if not alike:
+        ways[NEW_GPU] = 1
+    here = [row for row in alike or same_engine if row["site"] == site]
+    if not here:
+        ways[NEW_SITE] = 1
+    most = max(row["nodes"] for row in here or alike or same_engine)
+    if nodes > most:
+        ways[NEW_NODES] = ceil(log2(nodes / most))
+    return ways
+
+
+def _join(entries: Sequence[Mapping[str, Any]], facts: Mapping[str, str], ways: Mapping[str, int]) -> Interval | None:
+    """The widest range that the ways together make; that of known rows where there is no way.
+
+    Too few known rows are as good as none: then the range of new GPU types stands for theirs.
+    """
+    if not ways:
+        if (entry := _find_entry(entries, KNOWN, facts)) is not None:
+            return Interval(entry["low"], entry["high"], KNOWN, KINDS[KNOWN].format_map(facts), entry["rows"])
+        ways = {NEW_GPU: 1}
+    found = {kind: entry for kind in ways if (entry := _find_entry(entries, kind, facts))}
+    if len(found) < len(ways):  # nothing is left to stand for it
+        return None
+    return Interval(
+        low=min(entry["low"] ** ways[kind] for kind, entry in found.items()),
+        high=max(entry["high"] ** ways[kind] for kind, entry in found.items()),
+        kind=" and ".join(found),
+        like=" and ".join(KINDS[kind] for kind in found),
+        rows=sum(entry["rows"] for entry in found.values()),
+    )
+
+
+def _find_entry(entries: Sequence[Mapping[str, Any]], kind: str, facts: Mapping[str, str]) -> Mapping[str, Any] | None:
+    """The entry of a kind whose facts are these, with as many facts as there are; None if there is none."""
+    fitting = [
+        entry
+        for entry in entries
+        if entry["kind"] == kind and all(entry[key] == facts[key] for key in SAME if key in entry)
+    ]
+    return max(fitting, key=lambda entry: sum(key in entry for key in SAME), default=None)
 
 
 def find_order(engine: str) -> list[PairOrder]:

@@ -19,6 +19,7 @@ A row of a table, a trial of a sweep, a dry run and a training run are each a `R
 | dry | a dry run, which takes no time and counts bytes |
 """
 
+import re
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
 
@@ -103,6 +104,11 @@ class Run:
     """Remarks of the source on this row."""
     assumed: tuple[str, ...] = ()
     """Assumptions about facts that the source does not state, a sentence each."""
+
+    @property
+    def site(self) -> str:
+        """The organisation that measured the row, by its source, or by its table where no source is given."""
+        return find_site(self.source or self.table)
 
     @property
     def step_time_s(self) -> float | None:
@@ -202,3 +208,15 @@ class _Machines:
             numbers["achieved"] = tuple(numbers["achieved"].items())
         gpu = replace(gpu_named(self.gpu), **numbers)
         return Cluster(gpu=gpu, num_gpus=self.num_gpus, gpus_per_node=self.gpus_per_node)
+
+
+def find_site(source: str) -> str:
+    """The organisation of a source: the first part of its path, without what follows a dash or a space.
+
+    >>> find_site("https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance.md")
+    'nvidia'
+    >>> find_site("mosaicml/llm-foundry scripts/train/benchmarking/README.md")
+    'mosaicml'
+    """
+    path = re.sub(r"^https?://(?:github\.com/|(?:docs|www)\.)?", "", source.lower())
+    return re.split(r"[/\s.-]", path, maxsplit=1)[0]

@@ -6,6 +6,7 @@ direction.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -34,6 +35,7 @@ _OPTIONAL = {  # of a GPU type that has it
     "host_link": ("host_link_bytes_per_s", "byte/s"),
     "host_memory": ("host_memory_bytes", "byte"),
     "host_memory_bandwidth": ("host_memory_bytes_per_s", "byte/s"),
+    "disk_bandwidth": ("disk_bytes_per_s", "byte/s"),
 }
 UNITS = (
     _NUMBERS
@@ -46,6 +48,8 @@ UNITS = (
 )
 """Number that a cluster's file may give: the field of Gpu that it becomes, its unit."""
 _WHOLE_UNITS = ("byte", "GPU")
+_LEFT_OUT_OF_NAMES = ("nvidia", "amd", "geforce", "instinct", "tesla", "rtx")
+"""Words of a GPU's name that people may leave out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,9 @@ class Gpu:
     """Bytes of the host's memory for each GPU; None where not known, as for cards, which go into any server."""
     host_memory_bytes_per_s: float | None = None
     """Byte/s between the host's processors and their memory, for each GPU; None where not known."""
+    disk_bytes_per_s: float | None = None
+    """Byte/s that a node reads or writes in the folder of `layout.offload_folder`, all its ranks together; None where
+    not known."""
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None
@@ -168,9 +175,14 @@ class Cluster:
         return max(self.gpus_per_node, min(self.gpu.gpus_linked, self.num_gpus))
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes of the cluster."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
     def ranks_at_once(self) -> float:
         """Ranks of all nodes that have their full speed at the same time."""
-        return self.gpu.ranks_at_once * -(-self.num_gpus // self.gpus_per_node)
+        return self.gpu.ranks_at_once * self.num_nodes
 
     @cached_property
     def contention(self) -> float:
@@ -188,14 +200,37 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU type called `name`, which may be `cpu`; InvalidConfig with similar names, or with all."""
-    known = list(_read_constants())
-    if name not in known:
-        near = [each for each in known if name and each.startswith(name.lower())]
-        raise InvalidConfig(
-            f"GPU type {name!r} is unknown; use {'' if near else 'one of '}{' or '.join(near) or ', '.join(known)}"
-        )
-    return _read_constants()[name]
+    """The GPU type called `name`, which may be `cpu`, or as people write it; InvalidConfig with all names if none is.
+
+    Of several with such a name it is the SXM module, and of these the one with the most memory.
+
+    >>> find_gpu("H100").name, find_gpu("NVIDIA RTX 4090").name, find_gpu("mi300x").name
+    ('h100-80g-sxm', 'rtx4090-24g', 'mi300x-192g')
+    """
+    if found := list_gpus_called(name):
+        return found[0]
+    raise InvalidConfig(f"GPU type {name!r} is unknown; use one of {', '.join(_read_constants())}")
+
+
+def list_gpus_called(name: str) -> list[Gpu]:
+    """The GPU types that people may mean by a name, the one that `find_gpu` takes first."""
+    known = _read_constants()
+    if name in known:
+        return [known[name]]
+    asked = _split_name(name)
+    found = [gpu for each, gpu in known.items() if asked and asked <= _split_name(each)]
+    return sorted(found, key=lambda gpu: (not gpu.name.endswith("-sxm"), -gpu.memory_bytes))
+
+
+def _split_name(name: str) -> set[str]:
+    """The words of a name, without what people leave out: the vendor and its product line.
+
+    >>> sorted(_split_name("NVIDIA A100 80GB"))
+    ['80g', 'a100']
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    kept = (word.removeprefix("rtx") for word in words if word not in _LEFT_OUT_OF_NAMES)
+    return {re.sub(r"^(\d+g)b$", r"\1", word) for word in kept if word}
 
 
 def gpu_named(name: str) -> Gpu:

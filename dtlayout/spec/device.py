@@ -87,6 +87,11 @@ def check_compute_format(device: Device, compute: str) -> list[Refusal]:
     return [Refusal("compute", what, "use precision.compute=float16, whose loss is scaled")]
 
 
+def usual_compute_format(device: Device) -> Literal["bfloat16", "float16"]:
+    """The format of 16 bits in which the device multiplies: float16 on GPUs that are known to have no bfloat16."""
+    return "float16" if check_compute_format(device, "bfloat16") else "bfloat16"
+
+
 def check_update_format(device: Device, optimizer: Optimizer) -> list[Refusal]:
     """A refusal of an optimizer that computes in bf16 where the device is known not to multiply it."""
     part = next((part for part in optimizer.parts if part.computes_in_bf16), None)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.refusals import Refusal, refuse
-from dtlayout.base.validators import one_of, ranged
+from dtlayout.base.validators import one_of, path_key, ranged
 from dtlayout.schedules.placement import Placement
 from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule
 from dtlayout.spec.batch import Batch
@@ -18,21 +18,23 @@ from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METH
 from dtlayout.spec.recompute import Recompute
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-OFFLOADS = ("none", "activations", "optimizer", "both")
+OFFLOADS = ("none", "activations", "optimizer", "both", "disk")
 """Values of `layout.offload`."""
+DISPATCHERS = ("alltoall", "deepep")
+"""Values of `layout.ep_dispatcher`."""
 NEEDED_DEGREE = {
     "cp_method": "cp", "sequence_parallel": "tp", "tp_overlap": "tp", "ep_overlap": "ep", "ep_dispatcher": "ep",
     "schedule": "pp",
 }  # fmt: skip
 """Key → the degree that has to be above 1 for the key to have an effect."""
 _CHOICES: dict[str, Collection[Any]] = {
-    "zero": (1, 2, 3), "cp_method": CONTEXT_METHODS, "ep_dispatcher": ("alltoall", "deepep"),
+    "zero": (1, 2, 3), "cp_method": CONTEXT_METHODS, "ep_dispatcher": DISPATCHERS,
     "offload": OFFLOADS,
 }  # fmt: skip
 
 
 class Offload:
-    """Readers of the key `offload`, which says what lies in the host's memory."""
+    """Readers of the key `offload`, which says what lies in the host's memory or on its disk."""
 
     offload: str
     """One of OFFLOADS."""
@@ -44,8 +46,18 @@ class Offload:
 
     @property
     def offloads_state(self) -> bool:
-        """Whether parameters, gradients and the optimizer's state lie in the host's memory."""
-        return self.offload in ("optimizer", "both")
+        """Whether the host has and updates parameters, gradients and the optimizer's state, wherever they lie there."""
+        return self.offload in ("optimizer", "both", "disk")
+
+    @property
+    def has_state_on_disk(self) -> bool:
+        """Whether parameters and the optimizer's state lie on the host's disk; gradients lie in its memory."""
+        return self.offload == "disk"
+
+    @property
+    def state_place(self) -> Literal["device", "host", "disk"]:
+        """The place of parameters and of the optimizer's state between steps."""
+        return "disk" if self.has_state_on_disk else "host" if self.offloads_state else "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +107,13 @@ class LayoutKeys(Offload):
     """Blocks that are computed again in backward. none: no block. full: every block. every-N: every N-th block.
     selective: every block, which keeps the results of its matmuls and its attention. keep-attention and keep-matmuls:
     every block, which keeps the results of that operation alone."""
-    offload: Literal["none", "activations", "optimizer", "both"] = "none"
+    offload: Literal["none", "activations", "optimizer", "both", "disk"] = "none"
     """Tensors that lie in the host's memory. activations: those that blocks keep for their backward. optimizer:
-    parameters, gradients and the optimizer's state, which the host updates. both: all of these."""
+    parameters, gradients and the optimizer's state, which the host updates. both: all of these. disk: gradients, with
+    parameters and the optimizer's state in files, which are read and written around the update of each block."""
+    offload_folder: str = path_key("")
+    """Folder on a fast local disk for what `offload = "disk"` keeps there, in files without a name; each rank has its
+    own. Without effect for other values of `offload`."""
 
     def __post_init__(self) -> None:
         refuse(self._find_wrong_values(), InvalidLayout)

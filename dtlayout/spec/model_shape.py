@@ -100,8 +100,9 @@ class LatentAttention(Ranged, section="model.latent_attention"):
     """Multi-head latent attention: queries, keys and values come out of narrow vectors (DeepSeek-V2, arXiv:2405.04434).
     Such a model can only be predicted."""
 
-    query_rank: int = ranged("must be from 1 to a billion")
-    """Width of the vector from which a token's queries are computed (HF: q_lora_rank)."""
+    query_rank: int = ranged("must be from 0 to a billion")
+    """Width of the vector from which a token's queries are computed (HF: q_lora_rank). 0 where they come out of the
+    hidden state itself (DeepSeek-V2-Lite)."""
     kv_rank: int = ranged("must be from 1 to a billion")
     """Width of the vector from which a token's keys and values are computed (HF: kv_lora_rank)."""
     rope_width: int = ranged("must be from 1 to a billion")

@@ -81,8 +81,8 @@ class Precision(Ranged, section="precision"):
     matmuls: str = "compute"
     """Format in which the linear layers of blocks multiply: that of compute, or with compute = "bfloat16"
     fp8-tensorwise or fp8-rowwise, as torchao's recipes of these names do; mxfp8 and nvfp4 can only be predicted. Layers
-    with a side that 16 does not divide stay in bfloat16. Not beside experts, `base` or tp_overlap; compile = "blocks"
-    makes it worth its casts."""
+    with a side that 16 does not divide stay in bfloat16, and so do routed experts. Not beside `base` or tp_overlap;
+    compile = "blocks" makes it worth its casts."""
 
     fake_quant: FakeQuantName = "none"
     """Format of few bits to which the weights of linear layers in blocks are rounded before each matmul, while the full

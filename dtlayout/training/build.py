@@ -13,6 +13,7 @@ from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.pipelining.stage import build_stage, stage_boundary
 from dtlayout.plans.apply import apply_plan
+from dtlayout.plans.disk import DiskState
 from dtlayout.plans.fsdp import GradientSync, share_context
 from dtlayout.plans.init import initialize, move_tables
 from dtlayout.plans.offload import ActivationOffloader
@@ -35,6 +36,8 @@ class Assembly:
     runtime: Runtime
     sync: list[GradientSync]
     """One for each of the modules."""
+    disk: DiskState | None = None
+    """The state where it lies on disk."""
 
 
 def assemble(
@@ -54,8 +57,9 @@ def assemble(
     """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
 
     Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and the device on which their
-    parameters lie. `timeout_s` is that of `build_mesh`. For a dry run: blocks in `left_out` are not built, which is no
-    model any more, and `schedule`, by default the layout's own, may lack actions.
+    parameters lie. `timeout_s` is that of `build_mesh`. Where the layout has the state on disk, parameters lie in files
+    of its `offload_folder` by then; without a folder, as in a dry run, they lie in memory. For a dry run: blocks in
+    `left_out` are not built, which is no model any more, and `schedule`, by default the layout's own, may lack actions.
     """
     plan = make_plan(model, layout, kernels, precision)
     schedule = schedule or make_schedule(layout, batch)
@@ -72,10 +76,16 @@ def assemble(
     kept = ActivationOffloader(device_type) if plan.offloads_activations else None
     sync = [apply_plan(module, plan, mesh, reduction_group, kept, experts) for module in modules]
     share_context(sync)
+    disk = None
+    if plan.has_state_on_disk:
+        disk = DiskState([unit for each in sync for unit in each.units], layout.offload_folder)
+        disk.place_parameters(modules)
     give_weights(modules, model, seed, "cpu" if plan.offloads_state else device_type)
     if plan.offloads_state:
         move_tables(modules, device_type)
+    if disk:
+        disk.settle()
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
     if kept is not None:
         runtime.before_work = kept.before_work
-    return Assembly(mesh, schedule, slices, modules, runtime, sync)
+    return Assembly(mesh, schedule, slices, modules, runtime, sync, disk)

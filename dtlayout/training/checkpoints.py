@@ -13,7 +13,7 @@ from dtlayout.base.formatting import find_version, plural
 from dtlayout.checkpoint.adapter import export_adapter
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
-from dtlayout.checkpoint.copies import HostCopies
+from dtlayout.checkpoint.copies import HeldState, HostCopies
 from dtlayout.checkpoint.folder import check_own, clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import CHECKPOINTS, find_checkpoint, list_checkpoints, read_step
@@ -22,6 +22,7 @@ from dtlayout.config.config import Config
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.beside import KEPT
 from dtlayout.models.peft import find_export_notes
+from dtlayout.plans.disk import DiskState
 from dtlayout.training.watchdog import SPARE_S, Watchdog
 
 SPIKES = "spikes"
@@ -65,10 +66,19 @@ class Checkpoints:
                 set_aside(newest, self.look)
         return newest
 
-    def serve(self, modules: list[nn.Module], optimizer: torch.optim.Optimizer, device_type: str) -> None:
-        """Load and save this state from now on; `device_type` is where parameters and optimizer state lie."""
-        self.modules, self.optimizer = modules, optimizer
-        self.copies = HostCopies(optimizer, device_type)
+    def serve(
+        self,
+        modules: list[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        device_type: str,
+        disk: DiskState | None = None,
+    ) -> None:
+        """Load and save this state from now on.
+
+        `device_type` is where parameters and optimizer state lie, which may be pages of files on `disk`.
+        """
+        self.modules, self.optimizer, self.disk = modules, optimizer, disk
+        self.copies = HeldState(optimizer, self._hold_update) if disk else HostCopies(optimizer, device_type)
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Fill the state from the newest checkpoint; the steps that it has done, and the `origin` saved with it."""
@@ -76,6 +86,8 @@ class Checkpoints:
         self.watch.at("loading a checkpoint", is_long=True)
         model, settings = self.config.model, self.config.optimizer
         done = load_checkpoint(self.newest, self.modules, self.optimizer, model, settings, group=self.host)
+        if self.disk:
+            self.disk.settle()
         check_steps_left(self.newest, done, self.config.train.steps)
         self.say(f"resumed from {self.newest} after {plural(done, 'step')}")
         self.saved = done
@@ -106,10 +118,13 @@ class Checkpoints:
         wait_for_copies = self.copies.take(tensors) if in_background else lambda: tensors
 
         def write() -> Path:
-            return save_checkpoint(
+            saved = save_checkpoint(
                 self.folder / folder, step, wait_for_copies(), config.model, settings, keep=config.checkpoint.keep,
                 origin=origin, facts=facts, group=self.background or self.host, planner=self.planner, look=self.look,
             )  # fmt: skip
+            if self.disk:
+                self.disk.drop()
+            return saved
 
         if in_background:
             self.saving = Saving(step, write)
@@ -129,6 +144,13 @@ class Checkpoints:
         if not saving.is_done:
             self.say(f"waiting for the save of step {saving.step}, which is still being written")
         self._say_saved(saving.step, saving.wait)
+
+    def _hold_update(self) -> None:
+        """Wait until a save in the background has written the state that an update is about to change."""
+        if self.saving is not None and not self.saving.is_done:
+            self.watch.at("waiting for a save before the update", is_long=True)
+            self.saving.wait_for_end()
+            self.watch.at("the update")
 
     def _say_saved(self, step: int, wait: Callable[[], Path]) -> None:
         """Print where a step was saved, or why it was not; the run goes on either way."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from dtlayout.measure.ledger import UPDATE, Highest
-from dtlayout.measure.memory import StorageTracker
+from dtlayout.measure.memory import StatePlace, StorageTracker
 from dtlayout.schedules.actions import Action
 from dtlayout.spec.layout import Layout
 
@@ -27,12 +27,12 @@ class MemoryMeter:
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         *,
-        state_on_host: bool = False,
+        state_on: StatePlace = "device",
     ):
-        """Count the memory of a device; state on the host is left out, also if a CPU is both (`StorageTracker`)."""
+        """Count the memory of a device; state elsewhere is left out, also if a CPU is both (`StorageTracker`)."""
         self.device_type = device_type
         tracked = device_type != "cuda"
-        self.tracker = StorageTracker(modules, [optimizer], state_on_host=state_on_host) if tracked else None
+        self.tracker = StorageTracker(modules, [optimizer], state_on=state_on) if tracked else None
         self.peaks_by_pp_rank: list[int] | None = None
         self.curve: list[Highest] = []
         """Curve of all steps inside `watch`: the fullest moment of each action that `mark` named."""

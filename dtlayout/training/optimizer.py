@@ -13,7 +13,9 @@ from typing_extensions import Self
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import plural
+from dtlayout.checkpoint.optimizer_state import fill_state
 from dtlayout.models.families import find_weight
+from dtlayout.plans.disk import DiskState
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import Optimizer
 
@@ -21,20 +23,40 @@ _LR_SHARE = "lr_share"
 """Key of a parameter group: its learning rate as a share of [optimizer]'s."""
 
 
-def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(
+    modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer, disk: DiskState | None = None
+) -> torch.optim.Optimizer:
     """torch's optimizer over the trained parameters of a model's stages; one over several where roles share them.
 
     The model's description says which parameters are trained, and each one's role. The learning rate comes with each
-    step. InvalidConfig if torch's class does not take its parameters.
+    step. Where the state lies on `disk` there is one for each unit, and its state is there from the beginning.
+    InvalidConfig if torch's class does not take its parameters, or the disk has no room for the state.
     """
+    named = [each for module in modules for each in module.named_parameters() if find_weight(model, each[0]).trains]
+    if disk is None:
+        built = _build_parts(named, model, settings)
+        return built[0] if len(built) == 1 else JointOptimizer(built)
+    units = {id(parameter): number for number, unit in enumerate(disk.units) for parameter in unit.parameters}
+    by_unit: dict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in named:
+        by_unit[units[id(parameter)]].append((name, parameter))
+    optimizer = DiskOptimizer({n: _build_parts(by_unit[n], model, settings) for n in sorted(by_unit)}, disk)
+    if disk.folder:
+        fill_state(optimizer, modules, model, settings, make=torch.empty_like)  # no page of it is touched
+        disk.place_state(optimizer.state)
+    return optimizer
+
+
+def _build_parts(
+    named: Sequence[tuple[str, nn.Parameter]], model: ModelShape, settings: Optimizer
+) -> list[torch.optim.Optimizer]:
+    """torch's optimizers of trained parameters, given with their names: one for each part that has some."""
     by_part: dict[Optimizer, dict[float, list[nn.Parameter]]] = {part: defaultdict(list) for part in settings.parts}
-    for name, parameter in (named for module in modules for named in module.named_parameters()):
+    for name, parameter in named:
         weight = find_weight(model, name)
-        if weight.trains:
-            part = settings.of_role(weight.role)
-            by_part[part][part.decay_of(weight.role)].append(parameter)
-    built = [_build_part(part, part.lr / settings.lr, by_decay) for part, by_decay in by_part.items() if by_decay]
-    return built[0] if len(built) == 1 else JointOptimizer(built)
+        part = settings.of_role(weight.role)
+        by_part[part][part.decay_of(weight.role)].append(parameter)
+    return [_build_part(part, part.lr / settings.lr, by_decay) for part, by_decay in by_part.items() if by_decay]
 
 
 def _build_part(
@@ -66,10 +88,27 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters, or none where the flag that GradScaler made says so."""
-        for each in self.optimizers:
+        self._update(self.optimizers)
+
+    def _update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for each in optimizers:
             if self._step_supports_amp_scaling:
                 each.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
             each.step()
+
+
+class DiskOptimizer(JointOptimizer):
+    """An optimizer that updates unit after unit, with the state of few of them in memory."""
+
+    def __init__(self, by_unit: Mapping[int, Sequence[torch.optim.Optimizer]], disk: DiskState):
+        """`by_unit` has the optimizers of each of the disk's units in which something is trained, by its number."""
+        super().__init__([each for optimizers in by_unit.values() for each in optimizers])
+        self._by_unit, self._disk = by_unit, disk
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters, or none where the flag that GradScaler made says so."""
+        for number in self._disk.each_update([*self._by_unit]):
+            self._update(self._by_unit[number])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -108,7 +108,7 @@ class Records(Observer):
         if self.config.precision.matmul_format:
             for line in self._describe_matmuls():
                 self.display.say(line)
-        if self.layout.offload != "none" and self.device.type == "cpu":
+        if self.layout.offload not in ("none", "disk") and self.device.type == "cpu":
             self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")
         self.display.say(self._prediction_line)
         if self.is_writer:
@@ -122,6 +122,8 @@ class Records(Observer):
         """Lines on the linear layers that multiply below the compute format, and on the kernels that cast for them."""
         scaled = _name_last(find_scaled(self.config.model))
         lines = [f"{scaled} of blocks multiply in {self.config.precision.matmuls}"]
+        if self.config.model.experts is not None:
+            lines.append(f"note: routed experts stay in {self.config.precision.compute}")
         if not self.chosen.kernels.compiles_blocks:
             lines.append("note: fp8 is slower where blocks are not compiled: casts are kernels of their own then")
         return lines

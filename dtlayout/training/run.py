@@ -127,7 +127,7 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
         check_base(checkpoints.newest, base)
     trainer = build_trainer(inputs, watch, checkpoints.host, is_new=is_new, base=base)
     state_device = "cpu" if inputs.layout.offloads_state else inputs.device.type
-    checkpoints.serve(trainer.assembly.modules, trainer.optimizer, state_device)
+    checkpoints.serve(trainer.assembly.modules, trainer.optimizer, state_device, trainer.assembly.disk)
     done = resume(trainer, checkpoints, records.display.say)
     records.say_what_starts(done, trainer, inputs.held_out, is_new=is_new)
     folder.look()

@@ -12,7 +12,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, check_held_out, open_samples
-from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
+from dtlayout.planner.prediction import refuse_beyond_host, refuse_full_disk, refuse_hopeless
 from dtlayout.spec.device import Device, check_formats, find_host_bytes
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout
@@ -61,8 +61,10 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
     kernels.check(config.request_kernels(device, layout))
     known = replace(config, kernels=OpenKernels.of(kernels))
     refuse_hopeless(known, layout, device.gpu)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    refuse_full_disk(known, layout, device.gpu, num_local)
     if device.type == "cpu":
-        refuse_beyond_host(known, layout, device.gpu, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), find_host_bytes())
+        refuse_beyond_host(known, layout, device.gpu, num_local, find_host_bytes())
     return device, chosen
 
 

@@ -112,7 +112,7 @@ def build_trainer(
         seed=config.train.seed, device_type=device_type, timeout_s=config.train.timeout_s + SPARE_S,
         give_weights=_find_weights(config, group, is_new=is_new),
     )  # fmt: skip
-    optimizer = build_optimizer(assembly.modules, model, config.optimizer)
+    optimizer = build_optimizer(assembly.modules, model, config.optimizer, assembly.disk)
     step = TrainStep(assembly.runtime, optimizer, max_norm=config.optimizer.max_norm, mesh=assembly.mesh, model=model)
     return Trainer(
         config=config, layout=layout, assembly=assembly, optimizer=optimizer, step=step, batches=batches,

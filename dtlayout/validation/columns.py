@@ -2,13 +2,18 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.costmodel.engine_features import CHOICES
 from dtlayout.records.run import Outcome
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.kernel_table import KERNELS as KERNELS_BY_OPERATION
 from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout_keys import DISPATCHERS
 from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
 KERNELS = {
@@ -27,6 +32,8 @@ WHERE_NO_COLUMN = {
     "engine": "megatron", "precision": "bf16", "recompute": "none", "sequence_parallel": "False", "zero": "1",
 }  # fmt: skip
 """Column → value of all runs of a table that lacks the column."""
+KERNEL_COLUMNS = {"attention": "attention", "loss": "loss", "experts_kernel": "experts"}
+"""Column with the name of a kernel, where `kernel` says less → operation."""
 Cell = Callable[[str], Any]
 """Reads a cell, None where it is empty and may be; InvalidConfig, without saying where, for what it cannot be."""
 Cells = Mapping[str, Any]
@@ -62,6 +69,11 @@ def _one_of(values: Mapping[str, Any]) -> Cell:
         return values[text]
 
     return read
+
+
+def _maybe(names: Iterable[str]) -> Cell:
+    """A cell that is empty or one of these words."""
+    return _one_of({"": None, **{name: name for name in names}})
 
 
 def _recompute(text: str) -> str | None:
@@ -103,6 +115,15 @@ COLUMNS: dict[str, Cell] = {
     **dict.fromkeys(("step_time_s", "tokens_per_s_gpu", "peak_memory_gb"), _ABOVE_0),
     "mfu": _number(0.0, 8.0, "empty or a fraction of the bf16 peak, 0 to 1, below bf16 to 8"),
     **dict.fromkeys(("source", "note"), str),
+    **dict.fromkeys(("tp_overlap", "ep_overlap", "expert_bias", "drops_tokens"), _truth(default=None)),
+    **dict.fromkeys(("query_rank", "kv_rank", "rope_width", "value_width", "window"), _whole(0, may_be_empty=True)),
+    **dict.fromkeys(("optimizer_shards", "expert_tp"), _COUNT),
+    "imbalance": _number(1.0, sys.float_info.max, "empty or a number of at least 1"),
+    "cp_method": _maybe(CONTEXT_METHODS),
+    "ep_dispatcher": _maybe(DISPATCHERS),
+    **dict.fromkeys(("gradients", "state_format"), _maybe(BYTES)),
+    **{name: _maybe(choice.values) for name, choice in CHOICES.items()},
+    **{column: _maybe(KERNELS_BY_OPERATION[operation]) for column, operation in KERNEL_COLUMNS.items()},
 }  # fmt: skip
 """Column → function that reads its cells."""
 REQUIRED = list(COLUMNS)[: list(COLUMNS).index("kv_heads")]

@@ -1,26 +1,37 @@
 """Cross-validation: rows predicted by constants that never saw them, and intervals that follow from their errors.
 
-`leave_models_out`, `leave_gpus_out` and `leave_engines_out` predict, `leave_out` in all of these ways; `to_errors` puts
-what is measured over what was predicted into the tables of constants/errors.toml, one for each of the kinds of
-records/intervals.py.
+`HOLD_OUT` has the ways in which rows are left out: their model, GPU type, site, engine, or the rows on more than half
+of the most nodes. `leave_out` predicts in these ways, and `to_errors` puts what is measured over what was predicted
+into the tables of constants/errors.toml, one for each of the kinds of records/intervals.py.
 
 The range of n ratios is that of split conformal prediction (arXiv:1604.04173, sec. 2.2), in which the next ratio lies
 with a probability of 0.9 if it is drawn like them and each tail holds 5 %. Rows of one model are more alike than that:
 with 5 %, 88 of 100 rows lay inside ranges of other models' rows, with 4 % there are 91, for `COVERED` to hold; that was
 chosen by these same rows. So a tail begins at the (n + 1)/25-th ratio from its end. Below 24 ratios there is none; then
 it is the largest error, either way, which takes 9. Below 9 ratios nothing can be said, and the next kind of rows stands
-for them.
+for them. Where whole groups are new, sites or GPU types, each group that was left out counts as much as the others.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import exp, log
 from typing import Any, NamedTuple
 
 from dtlayout.base import toml
-from dtlayout.records.intervals import KINDS, QUANTITIES, describe_scenario, look_up
+from dtlayout.base.formatting import plural
+from dtlayout.records.intervals import (
+    KNOWN,
+    NEW_ENGINE,
+    NEW_GPU,
+    NEW_NODES,
+    NEW_SITE,
+    QUANTITIES,
+    SAME,
+    describe_scenario,
+    look_up,
+)
 from dtlayout.records.run import Run
 from dtlayout.validation.predict import (
     Progress,
@@ -35,12 +46,18 @@ from dtlayout.validation.predict import (
 )
 from dtlayout.validation.scores import Prediction
 
+RowName = tuple[str, str]
+"""Table and row of a run."""
 _TAIL = 0.04
 """Share of the rows that each tail of a range may hold, for nine tenths of another model's rows inside."""
+_TAIL_OF_GROUPS = 0.03
+"""Share of a tail where groups are new as a whole: sites, GPU types, engines."""
 _LEAST_ROWS = 9
 """Fewest rows whose largest error may stand for the bound of nine tenths of all."""
 DIFFERENCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Relative differences of predicted steps from which on pairs of layouts are counted together."""
+_LEAST_GROUPS = 5
+"""Fewest groups of dense models alone, or of mixtures alone, that have a range of their own."""
 _MOST_FITS = 8
 """Most fits of a group: models are left out in at most so many lots."""
 _LEAST_SWEEP = 10
@@ -52,8 +69,8 @@ class HeldOutErrors:
     """Predictions by constants that were not fitted to the predicted rows."""
 
     predictions: dict[str, list[Prediction]]
-    """The model or GPU type that was left out → the predictions for its runs."""
-    kept: dict[str, list[Prediction]]
+    """The group that was left out, such as a model or a GPU type → the predictions for its runs."""
+    kept: dict[str, list[Prediction]] = field(default_factory=dict)
     """Group, in words → predictions for its runs by constants that did see them, for there is no other model."""
 
     @property
@@ -70,7 +87,7 @@ def leave_models_out(runs: Sequence[Run], progress: Progress = lambda line: None
     A fit starts at general values, so that nothing of the shipped ones, which saw all runs, is left in it. An engine
     without fitted constants is predicted as it is; so is a group that has one model, and is told apart as `kept`.
     """
-    left_out = HeldOutErrors({}, {})
+    left_out = HeldOutErrors({})
     for (name, gpu), group in group_for_fit(runs).items():
         engines, models = find_engines(group), list(dict.fromkeys(map(model_of, group)))
         is_fitted = any(engine.fitted or engine.shared for engine in engines)
@@ -88,102 +105,154 @@ def leave_models_out(runs: Sequence[Run], progress: Progress = lambda line: None
 
 
 def leave_gpus_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> HeldOutErrors:
-    """Predictions for the runs on each GPU type by constants that were fitted to the engine's runs on other types.
+    """Predictions for an engine's runs on each GPU type by constants that were fitted to its runs on other types.
 
     Only constants that hold on any type are known then; an engine without such has general ones.
     """
-    left_out = HeldOutErrors({}, {})
+    return _leave_groups_out(runs, gpu_of, progress)
+
+
+def leave_sites_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> HeldOutErrors:
+    """Predictions for an engine's runs of each site by constants that were fitted to those of its other sites."""
+    return _leave_groups_out(runs, lambda run: run.site or run.table.partition("/")[0], progress)
+
+
+def leave_nodes_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> HeldOutErrors:
+    """Predictions for an engine's runs on more than half of its most nodes by constants fitted to all of its others."""
+    most: dict[tuple[str, str], int] = {}
+    for run in runs:
+        key = run.scenario.engine.name, gpu_of(run)
+        most[key] = max(most.get(key, 1), run.scenario.cluster.num_nodes)
+
+    def find_half(run: Run) -> str:
+        half = most[run.scenario.engine.name, gpu_of(run)] // 2
+        return f"more than {plural(half, 'node')}" if half and run.scenario.cluster.num_nodes > half else ""
+
+    return _leave_groups_out(runs, find_half, progress)
+
+
+def leave_engines_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> HeldOutErrors:
+    """Predictions for all runs by constants of which none was fitted to any run of their engine."""
+    left_out: dict[str, list[Prediction]] = {}
+    for (name, _), group in group_runs(runs).items():
+        engines = [without_fit(engine) for engine in find_engines(group)]
+        left_out.setdefault(name, []).extend(predict(with_engines(group, *engines)))
+    return HeldOutErrors(left_out)
+
+
+def _leave_groups_out(runs: Sequence[Run], find: Callable[[Run], str], progress: Progress) -> HeldOutErrors:
+    """Predictions for each engine's runs by its runs for which `find` returns another group.
+
+    Where there are none, or where nothing was fitted to them, constants are those before any fit. Runs without a group
+    are left out nowhere.
+    """
+    left_out: dict[str, list[Prediction]] = {}
     by_engine: dict[str, list[Run]] = {}
     for run in runs:
         by_engine.setdefault(run.scenario.engine.name, []).append(run)
-    for name, group in by_engine.items():
-        engines = [without_fit(engine) for engine in find_engines(group)]
-        for gpu in [engine.gpu for engine in engines]:
-            own, others = _split(group, gpu_of, [gpu])
+    for name, rows in by_engine.items():
+        engines = [without_fit(engine) for engine in find_engines(rows)]
+        for group in filter(None, dict.fromkeys(map(find, rows))):
+            own, others = _split(rows, find, [group])
             fitted = engines
-            if others and any(engine.shared for engine in engines):
-                progress(f"fitting {name} without {gpu}")
+            if others and any(engine.shared or engine.fitted for engine in engines):
+                progress(f"fitting {name} without {group}")
                 fitted = fit_engines(others, engines)
-            left_out.predictions.setdefault(gpu, []).extend(predict(with_engines(own, *fitted)))
-    return left_out
-
-
-def leave_engines_out(runs: Iterable[Run]) -> list[Prediction]:
-    """Predictions for all runs by constants of which none was fitted to any run of their engine."""
-    return [
-        prediction
-        for group in group_runs(runs).values()
-        for prediction in predict(with_engines(group, *map(without_fit, find_engines(group))))
-    ]
+            left_out.setdefault(f"{name}, {group}", []).extend(predict(with_engines(own, *fitted)))
+    return HeldOutErrors(left_out)
 
 
 # What their errors say.
 
 
-class Evidence(NamedTuple):
-    """Predictions for all rows: with their model left out, their GPU type left out, and their engine left out."""
-
-    models: Sequence[Prediction]
-    gpus: Sequence[Prediction]
-    engines: Sequence[Prediction]
-
-    def without(self, engine: str, find: Callable[[Run], str], name: str) -> "Evidence":
-        """Evidence without the rows of an engine for which `find` returns this name."""
-
-        def is_other(prediction: Prediction) -> bool:
-            return prediction.run.scenario.engine.name != engine or find(prediction.run) != name
-
-        return Evidence(*(list(filter(is_other, found)) for found in self))
-
-
 class AllLeftOut(NamedTuple):
-    """Rows that were left out in several ways, and all of their predictions as evidence for intervals."""
+    """Rows that were left out in several ways."""
 
     ways: dict[str, HeldOutErrors]
-    """Key of `HOLD_OUT_BY` → the predictions of rows left out, with intervals that rest on other rows."""
-    evidence: Evidence
+    """Key of `HOLD_OUT` → the predictions of rows left out, with intervals that rest on other rows."""
+
+    def without(self, rows: Container[RowName]) -> "AllLeftOut":
+        """Predictions without those of these rows, and without groups that have no other."""
+        return AllLeftOut({
+            way: HeldOutErrors({
+                group: kept
+                for group, predictions in found.predictions.items()
+                if (kept := [p for p in predictions if name_of(p.run) not in rows])
+            })
+            for way, found in self.ways.items()
+        })  # fmt: skip
 
 
 def leave_out(runs: Sequence[Run], ways: Container[str], progress: Progress = lambda line: None) -> AllLeftOut:
-    """Leave out models or GPU types as `ways` names them, and always engines; other ways have no evidence."""
-    found = {name: leave(runs, progress) for name, (leave, _) in HOLD_OUT_BY.items() if name in ways}
-    models, gpus = (found[name].all_predictions if name in found else [] for name in HOLD_OUT_BY)
-    evidence = Evidence(models, gpus, leave_engines_out(runs))
-    return AllLeftOut(
-        {name: add_intervals(each, HOLD_OUT_BY[name][1], evidence) for name, each in found.items()}, evidence
-    )
+    """Leave rows out in the ways that are named, keys of `HOLD_OUT`; the others have no evidence."""
+    found = AllLeftOut({name: leave(runs, progress) for name, leave in HOLD_OUT.items() if name in ways})
+    return AllLeftOut({name: add_intervals(each, found) for name, each in found.ways.items()})
 
 
-def to_intervals(evidence: Evidence) -> dict[str, list[dict[str, Any]]]:
+def to_intervals(found: AllLeftOut) -> dict[str, list[dict[str, Any]]]:
     """Quantity → low and high ratio of measured to predicted, for each kind of rows that are enough."""
-    rows = {"known": evidence.models, "new GPU": evidence.gpus, "new precision": evidence.gpus,
-            "new engine": evidence.engines}  # fmt: skip
     tables: dict[str, list[dict[str, Any]]] = {quantity: [] for quantity in QUANTITIES}
-    for kind in KINDS:
-        groups: dict[tuple[str, ...], list[Prediction]] = {}
-        for prediction in rows[kind.name]:
-            scenario = describe_scenario(prediction.run.scenario)
-            groups.setdefault(tuple(scenario[key] for key in kind.keys), []).append(prediction)
-        for (values, group), quantity in product(sorted(groups.items(), key=lambda item: item[0]), QUANTITIES):
-            scored = [(p.ratios[quantity], p.run.scenario.engine.name) for p in group if quantity in p.ratios]
-            if bounds := find_range(scored):
-                keys = dict(zip(kind.keys, values, strict=True))
+
+    def add(kind: str, keys: Mapping[str, str], rows: Sequence[tuple[Prediction, str]]) -> None:
+        for quantity in QUANTITIES:
+            scored = [(p.ratios[quantity], group) for p, group in rows if quantity in p.ratios]
+            if bounds := find_range(scored, _TAIL if kind == KNOWN else _TAIL_OF_GROUPS):
                 low, high = (float(f"{bound:.4g}") for bound in bounds)
-                tables[quantity].append({"kind": kind.name, **keys, "rows": len(scored), "low": low, "high": high})
+                tables[quantity].append({"kind": kind, **keys, "rows": len(scored), "low": low, "high": high})
+
+    models = found.ways["model"].all_predictions if "model" in found.ways else []
+    alike: dict[tuple[str, ...], list[tuple[Prediction, str]]] = {}
+    for prediction in models:
+        facts = describe_scenario(prediction.run.scenario)
+        alike.setdefault(tuple(facts[key] for key in SAME), []).append((prediction, ""))
+    for values, rows in sorted(alike.items(), key=lambda item: item[0]):
+        add(KNOWN, dict(zip(SAME, values, strict=True)), rows)
+    for kind, way in _WAYS.items():
+        if way in found.ways:
+            pooled = [(p, group) for group, rows in found.ways[way].predictions.items() for p in rows]
+            add(kind, {}, pooled)
+            for key in ("model", "engine") if kind == NEW_NODES else ("model",):
+                by_fact: dict[str, list[tuple[Prediction, str]]] = {}
+                for prediction, group in pooled:
+                    fact = describe_scenario(prediction.run.scenario)[key]
+                    by_fact.setdefault(fact, []).append((prediction, group))
+                for fact, own in sorted(by_fact.items()):
+                    if key == "engine" or _has_tails(own):
+                        add(kind, {key: fact}, own)
     return tables
 
 
-def find_range(rows: Sequence[tuple[float, str]]) -> tuple[float, float] | None:
-    """The range of nine of ten further ratios, from ratios with their engines; None if they are too few.
+def list_seen(runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """The facts of rows that fits have seen, with each site and its most nodes."""
+    most: dict[tuple[str, ...], int] = {}
+    for run in runs:
+        facts = describe_scenario(run.scenario)
+        key = *(facts[name] for name in SAME), run.site
+        most[key] = max(most.get(key, 1), run.scenario.cluster.num_nodes)
+    return [{**dict(zip((*SAME, "site"), key, strict=True)), "nodes": nodes} for key, nodes in sorted(most.items())]
 
-    Each engine counts as much, however many rows it has.
 
-    >>> find_range([(ratio, "megatron") for ratio in (0.9, 1.0, 1.25, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
+def _has_tails(rows: Sequence[tuple[Prediction, str]]) -> bool:
+    """Whether groups are so many, and their rows, that a tail of them can be left out."""
+    counts = Counter(group for p, group in rows if p.ratios)
+    return (
+        len(counts) >= _LEAST_GROUPS and max(1 / len(counts) / number for number in counts.values()) <= _TAIL_OF_GROUPS
+    )
+
+
+def find_range(rows: Sequence[tuple[float, str]], tail: float = _TAIL) -> tuple[float, float] | None:
+    """The range of nine of ten further ratios, from ratios with their groups; None if they are too few.
+
+    Each tail outside holds a share `tail` of them.
+
+    Each group counts as much, however many rows it has.
+
+    >>> find_range([(ratio, "a site") for ratio in (0.9, 1.0, 1.25, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
     (0.8, 1.25)
     """
-    counts = Counter(engine for _, engine in rows)
-    logs = sorted((log(ratio), 1 / len(counts) / counts[engine]) for ratio, engine in rows)
-    low, high = _find_bound(logs), _find_bound(logs[::-1])
+    counts = Counter(group for _, group in rows)
+    logs = sorted((log(ratio), 1 / len(counts) / counts[group]) for ratio, group in rows)
+    low, high = _find_bound(logs, tail), _find_bound(logs[::-1], tail)
     if low is None or high is None:
         if len(logs) < _LEAST_ROWS:
             return None
@@ -192,30 +261,32 @@ def find_range(rows: Sequence[tuple[float, str]]) -> tuple[float, float] | None:
     return exp(low), exp(high)
 
 
-def _find_bound(weighted: Sequence[tuple[float, float]]) -> float | None:
+def _find_bound(weighted: Sequence[tuple[float, float]], tail: float) -> float | None:
     """The value at which a tail ends, from sorted values with their weights; None if the first weighs too much."""
     bound, share = None, 0.0
     for value, weight in weighted:
         share += weight
-        if share > _TAIL * (1 + 1 / len(weighted)) + 1e-9:
+        if share > tail * (1 + 1 / len(weighted)) + 1e-9:
             break
         bound = value
     return bound
 
 
-def add_intervals(found: HeldOutErrors, find: Callable[[Run], str], evidence: Evidence) -> HeldOutErrors:
-    """The predictions with intervals that rest on other rows; `find` names the model or GPU type of a run."""
+def add_intervals(found: HeldOutErrors, evidence: AllLeftOut) -> HeldOutErrors:
+    """The predictions with intervals that rest on rows of other groups than their own."""
+    everything = {name_of(p.run): p.run for way in evidence.ways.values() for p in way.all_predictions}
 
-    def add(name: str, predictions: Sequence[Prediction]) -> list[Prediction]:
-        engines = {p.run.scenario.engine.name for p in predictions}
-        errors = {engine: to_intervals(evidence.without(engine, find, name)) for engine in engines}
+    def add(predictions: Sequence[Prediction]) -> list[Prediction]:
+        own = {name_of(p.run) for p in predictions}
+        errors: dict[str, Any] = to_intervals(evidence.without(own))
+        errors["seen"] = list_seen(run for name, run in everything.items() if name not in own)
         return [
-            replace(p, own_intervals=look_up(errors[scenario["engine"]], scenario))
+            replace(p, own_intervals=look_up(errors, describe_scenario(p.run.scenario), p.run.site, num_nodes))
             for p in predictions
-            for scenario in [describe_scenario(p.run.scenario)]
+            for num_nodes in [p.run.scenario.cluster.num_nodes]
         ]
 
-    return replace(found, predictions={name: add(name, rows) for name, rows in found.predictions.items()})
+    return replace(found, predictions={group: add(rows) for group, rows in found.predictions.items()})
 
 
 def count_orders(predictions: Iterable[Prediction]) -> list[dict[str, Any]]:
@@ -250,16 +321,20 @@ def _compare(rows: Sequence[Prediction]) -> Iterator[tuple[float, bool]]:
             yield one.speed / other.speed - 1, (one.run.speed or 0) > (other.run.speed or 0)
 
 
-def to_errors(evidence: Evidence) -> str:
+def to_errors(found: AllLeftOut) -> str:
     """The file of errors of rows left out, constants/errors.toml, as TOML."""
-    engines = [p.run.scenario.engine.name for p in evidence.engines if p.ratios]
+    predictions = found.ways["engine"].all_predictions
+    engines = [p.run.scenario.engine.name for p in predictions if p.ratios]
     counted = ", ".join(f"{engines.count(name)} of {name}" for name in sorted(set(engines)))
     head = (
         "# Written by dtlayout validate --errors, never by hand: where measured / predicted lies of nine rows of ten\n"
         "# that were left out of the fits (records/intervals.py), and how often layouts came in predicted order.\n"
     )
-    tables = {"source": f"rows left out: {counted}", **to_intervals(evidence), "order": count_orders(evidence.models)}
-    return head + toml.dumps(tables)
+    order = count_orders(found.ways["model"].all_predictions)
+    seen = list_seen(p.run for p in predictions)
+    return head + toml.dumps(
+        {"source": f"rows left out: {counted}", **to_intervals(found), "order": order, "seen": seen}
+    )
 
 
 def _split(runs: Iterable[Run], find: Callable[[Run], str], names: Container[str]) -> tuple[list[Run], list[Run]]:
@@ -280,5 +355,15 @@ def gpu_of(run: Run) -> str:
     return run.scenario.cluster.gpu.name
 
 
-HOLD_OUT_BY = {"model": (leave_models_out, model_of), "GPU type": (leave_gpus_out, gpu_of)}
-"""Name of what is left out → function that predicts the rows left out, and function from a run to its name."""
+def name_of(run: Run) -> RowName:
+    """Table and row of a run."""
+    return run.table, run.row
+
+
+HOLD_OUT: dict[str, Callable[[Sequence[Run], Progress], HeldOutErrors]] = {
+    "model": leave_models_out, "GPU type": leave_gpus_out, "site": leave_sites_out, "nodes": leave_nodes_out,
+    "engine": leave_engines_out,
+}  # fmt: skip
+"""Name of what is left out → function that predicts the rows left out."""
+_WAYS = {NEW_NODES: "nodes", NEW_SITE: "site", NEW_GPU: "GPU type", NEW_ENGINE: "engine"}
+"""Kind of a range → the way in which its rows are left out."""

@@ -224,5 +224,5 @@ def _time_residuals(runs: Sequence[Run], memory: Sequence[RankMemory], engine: E
 
 def _with_estimators(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, Estimator]]:
     """Each run with an estimator of its scenario with the engine's constants; runs of one scenario share it."""
-    find = cache(lambda scenario: Estimator(replace(scenario, engine=engine)))
+    find = cache(lambda scenario: Estimator(replace(scenario, engine=scenario.engine.with_constants_of(engine))))
     return ((run, find(run.scenario)) for run in runs)

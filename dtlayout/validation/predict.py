@@ -173,7 +173,11 @@ def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
 def with_engines(runs: Iterable[Run], *engines: Engine) -> list[Run]:
     """Runs with other constants: each with those of the engine that is for its GPU type."""
     by_gpu = {engine.gpu: engine for engine in engines}
-    return [replace(run, scenario=replace(run.scenario, engine=by_gpu[run.scenario.cluster.gpu.name])) for run in runs]
+
+    def change(scenario: Scenario) -> Scenario:
+        return replace(scenario, engine=scenario.engine.with_constants_of(by_gpu[scenario.cluster.gpu.name]))
+
+    return [replace(run, scenario=change(run.scenario)) for run in runs]
 
 
 def find_engines(runs: Iterable[Run]) -> list[Engine]:

@@ -72,7 +72,9 @@ class Prediction:
     @property
     def intervals(self) -> Mapping[Quantity, Interval]:
         """Quantity → the interval that was predicted for its ratio."""
-        return find_intervals(self.run.scenario).by_quantity() if self.own_intervals is None else self.own_intervals
+        if self.own_intervals is not None:
+            return self.own_intervals
+        return find_intervals(self.run.scenario, self.run.site).by_quantity()
 
 
 @dataclass(frozen=True)

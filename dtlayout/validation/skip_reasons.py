@@ -6,20 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.costmodel.engine import Features, find_engine, known_engines
+from dtlayout.costmodel.engine import find_engine, known_engines
+from dtlayout.costmodel.engine_features import CHOICES, Features
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.optimizers import OPTIMIZERS, AdamW, Optimizer
-from dtlayout.spec.precision import MATMUL_FORMATS, Precision
+from dtlayout.spec.precision import MATMUL_FORMATS
 from dtlayout.validation.columns import Cells
-from dtlayout.validation.row_parsing import LATENT_ATTENTION, find_schedule, to_mfu
+from dtlayout.validation.row_parsing import PRECISIONS, find_schedule, to_mfu
 
-PRECISIONS = {"bf16": Precision(), **{name: Precision(matmuls=name) for name in MATMUL_FORMATS}}
-"""A table's word for the format of matmuls → ours."""
 ROUNDING = 0.02
 """How far apart two published figures of one speed may lie: tokens a second are printed in steps of up to 2 %."""
-_DROPS_TOKENS = re.compile(r"\btoken drop\b")
-"""A note on experts that leave tokens out beyond some number."""
 _MOST_MFU = 12 / 7
 """MFU of a causal kernel at the peak, at lengths at which attention is all there is: it computes 7 of 12 FLOPs."""
 
@@ -64,13 +61,21 @@ def _known_features(cells: Cells) -> Features | None:
 
 def _has_no_experts(cells: Cells) -> bool:
     """Whether the engine, of which that is known, trains no experts, and nothing of latent attention."""
-    is_special = cells["experts"] or LATENT_ATTENTION.search(cells["note"])
+    is_special = cells["experts"] or cells["kv_rank"]
     return bool(is_special and (known := _known_features(cells)) and "ep" not in known.axes)
 
 
 def _lacks_ranks(cells: Cells) -> bool:
     """Whether attention is latent and the note does not say how narrow."""
-    return bool(re.search(r"\bMLA\b", cells["note"])) and not LATENT_ATTENTION.search(cells["note"])
+    return bool(re.search(r"\bMLA\b", cells["note"])) and not cells["kv_rank"]
+
+
+def _has_no_choice(cells: Cells) -> bool:
+    """Whether a row says of its program what that cannot be told."""
+    if not (known := _known_features(cells)):
+        return False
+    asked = {name: CHOICES[name].values[cells[name]] for name in CHOICES if cells[name]}
+    return any(name not in known.choices and getattr(known, name) != value for name, value in asked.items())
 
 
 def _has_no_schedule(cells: Cells) -> bool:
@@ -100,7 +105,9 @@ _REASONS: dict[str, Callable[[Cells], Any]] = {
     "engine {engine} has no experts or latent attention": _has_no_experts,
     "multi-head latent attention, its ranks not stated": _lacks_ranks,
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in known_optimizers(),
-    "tokens are dropped": lambda row: _DROPS_TOKENS.search(row["note"]),
+    "tokens are dropped": lambda row: row["drops_tokens"],
+    "experts are split by tp": lambda row: (row["expert_tp"] or 1) > 1,
+    "engine {engine} cannot be told overlap_dp, overlap_pp or cuda_graphs as stated": _has_no_choice,
     "engine {engine} has no schedule {schedule}": _has_no_schedule,
     "engine {engine} has no zero={zero} in pipelines": _has_no_zero,
     "schedule {schedule} is not known": lambda row: find_schedule(row) not in SCHEDULES,
@@ -129,6 +136,12 @@ def find_reasons(cells: Cells) -> tuple[str, ...]:
     if (cells["mfu"] or 0) > _MOST_MFU and cells["precision"] == "bf16":
         raise InvalidConfig(f"mfu={cells['mfu']} is above 12/7, which takes a format below bf16")
     return tuple(reason.format_map(cells) for reason, holds in _REASONS.items() if holds(cells))
+
+
+def to_optimizer(cells: Cells) -> Optimizer:
+    """The optimizer of a row, with its state in the format that the row says."""
+    kept = {"state_format": cells["state_format"]} if cells["state_format"] else {}
+    return known_optimizers()[cells["optimizer"]](**kept)
 
 
 def known_optimizers() -> dict[str, type[Optimizer]]:

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import GIB
-from dtlayout.costmodel.engine import find_engine, known_engines
+from dtlayout.costmodel.engine import known_engines
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.records.run import Performance, Run
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, gpu_named
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.validation.columns import COLUMNS, REQUIRED, WHERE_NO_COLUMN, Cells
-from dtlayout.validation.row_parsing import assume, to_kernels, to_layout, to_mfu, to_model
-from dtlayout.validation.skip_reasons import PRECISIONS, find_reasons, known_optimizers
+from dtlayout.validation.row_parsing import assume, to_engine, to_kernels, to_layout, to_mfu, to_model
+from dtlayout.validation.skip_reasons import find_reasons, to_optimizer
 
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
@@ -179,10 +179,10 @@ def _to_run(cells: Cells) -> Run:
         mfu=mfu,
         peak_memory_bytes=None if peak_gib is None else (round(peak_gib * GIB), *(None,) * (layout.pp - 1)),
     )
-    engine = find_engine(cells["engine"], gpu.name)
+    engine, precision = to_engine(cells)
     scenario = Scenario(
-        model=model, batch=batch, cluster=cluster, engine=engine,
-        precision=PRECISIONS[cells["precision"]], optimizer=known_optimizers()[cells["optimizer"]](),
+        model=model, batch=batch, cluster=cluster, engine=engine, precision=precision,
+        optimizer=to_optimizer(cells),
     )  # fmt: skip
     return Run(
         table=cells["table"], row=cells["row"], source=cells["source"], note=cells["note"], outcome=cells["status"],

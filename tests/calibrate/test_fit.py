@@ -82,6 +82,18 @@ def test_gpus_reach_shares_of_their_data_sheet_and_small_noise_is_no_sharing():
     assert found.error < 0.02
 
 
+def test_a_gpu_without_bf16_reaches_a_share_of_its_peak_in_fp16():
+    measured, v100 = measure_gpus(), find_gpu("v100-32g-sxm")
+    slower = find_gpu(measured.gpu).peak_flops_per_s / v100.peak_fp16_flops_per_s
+    matmuls = [
+        replace(each, format="float16", seconds=slower * each.seconds, alone_s=slower * each.alone_s)
+        for each in measured.matmuls
+    ]
+    attention = [replace(each, format="float16") for each in measured.attention]
+    found = calibrate(replace(measured, gpu=v100.name, matmuls=tuple(matmuls), attention=tuple(attention), probes=()))
+    assert dict(found.cluster.gpu.achieved)["matmul_efficiency"] == pytest.approx(0.7, rel=0.01)
+
+
 def test_links_between_nodes_are_those_of_rings_of_tp_and_of_messages():
     gpu = calibrate(measure_gpus()).cluster.gpu
     achieved = dict(gpu.achieved)

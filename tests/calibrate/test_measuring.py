@@ -7,15 +7,18 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from machine import measure_machine
 from tiny import ROOT
 from trap import list_caught, set_trap
 
 from dtlayout.base.interpreter import run_module
+from dtlayout.calibrate import measures, probes
 from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cli import main
 from dtlayout.spec.cluster import load_cluster
+from dtlayout.spec.device import Device
 from dtlayout.sweep import processes
 
 
@@ -42,6 +45,24 @@ def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path,
     assert (cluster.num_gpus, cluster.gpus_per_node) == (2, 2)
     assert dict(cluster.gpu.achieved) == pytest.approx(told["achieved"], rel=1e-3, abs=1e-9)
     assert len(told["probe_errors"]) == len(measured.probes)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 0), "float16"), ((9, 0), "bfloat16"), ((), "bfloat16")])
+def test_a_gpu_is_measured_in_the_format_of_16_bits_that_it_multiplies(monkeypatch, capability, name):
+    """A CPU stands for it, and no time is taken."""
+    device = Device("cuda", "a GPU", capability=capability)
+    of_cpu = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, device, **options: of_cpu(*size, **options))
+    monkeypatch.setattr(measures, "time_together", lambda work, device_type: work() is None or 1.0)
+    monkeypatch.setattr(measures, "time_alone", lambda work, device_type: 1.0)
+    monkeypatch.setitem(measures._TOKENS, "cuda", (8,))
+    monkeypatch.setitem(measures._WIDTHS, "cuda", ((16, 16),))
+    monkeypatch.setitem(measures._ATTENTION, "cuda", ((1, 2, 8, 16),))
+    monkeypatch.setattr(probes, "_time_steps", lambda *arguments: [1.0])
+    monkeypatch.setattr(probes.dist, "get_world_size", lambda: 1)
+    (matmul,), attention = measures.measure_matmuls(device), [*measures.measure_attention(device)]
+    assert matmul.format == name and attention and {each.format for each in attention} == {name}
+    assert {probe.precision.compute for probe in probes.measure_probes(device)} == {name}
 
 
 def test_the_command_says_what_it_found(tmp_path, capsys):

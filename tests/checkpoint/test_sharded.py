@@ -7,7 +7,9 @@ import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -59,7 +61,7 @@ LAYOUTS = [
     Layout(cp=2, dp_shard=2, cp_method="gather"),
     Layout(cp=2, tp=2),
     Layout(dp_shard=4),
-    Layout(dp_replicate=2, dp_shard=2, zero=3, offload="optimizer"),
+    Layout(dp_replicate=2, dp_shard=2, zero=3, offload="disk", offload_folder=gettempdir()),
     Layout(pp=4),
     *(layout for layout in list_scheduled() if layout.num_stages <= 4),
 ]
@@ -133,7 +135,7 @@ def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, sa
     by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
     saved, continued = (merge([states[i] for states in by_rank]) for i in (0, 1))
     (path,) = list_checkpoints(tmp_path)
-    layouts = OF_EXPERTS if model.experts else LAYOUTS if model.adapter is None else LAYOUTS[:8]
+    layouts = OF_EXPERTS if model.experts else LAYOUTS if model.adapter is None else LAYOUTS[2:6]  # each axis
     results = ranks4.run(load_each, layouts, model, path, settings, timeout_s=150)
     for i, layout in enumerate(layouts):
         steps, loaded, after = zip(*(result[i] for result in results), strict=True)
@@ -147,19 +149,19 @@ PAIRS = [pair for seed in range(4) for pair in pair_randomly(list_scheduled(), s
 NUM_SCHEDULED = len(list_scheduled())
 
 
-@pytest.fixture(scope="module")
-def uninterrupted() -> Outcome:
-    """Three steps of the tied model on one process."""
-    return replace(run_reference(Case(Layout(), global_batch=8, model=MODEL, num_steps=NUM_STEPS)), gradients={})
+@cache
+def run_uninterrupted(model: ModelShape) -> Outcome:
+    """Three steps of a model on one process."""
+    return replace(run_reference(Case(Layout(), global_batch=8, model=model, num_steps=NUM_STEPS)), gradients={})
 
 
 @pytest.mark.parametrize(("saved_as", "resumed_as"), mostly_thorough(PAIRS, lambda i, _: i < NUM_SCHEDULED), ids=str)
-def test_tied_weights_go_on_under_another_layout_as_if_nothing_had_been_saved(
-    ranks4, tmp_path, uninterrupted, saved_as, resumed_as
-):
-    saved, resumed = (Case(layout, global_batch=8, model=MODEL) for layout in (saved_as, resumed_as))
+def test_tied_weights_go_on_under_another_layout_as_if_nothing_had_been_saved(ranks4, tmp_path, saved_as, resumed_as):
+    """Of eight blocks where a layout has eight stages, of four where both have fewer."""
+    model = replace(MODEL, num_layers=max(4, saved_as.num_stages, resumed_as.num_stages))
+    saved, resumed = (Case(layout, global_batch=8, model=model) for layout in (saved_as, resumed_as))
     outcome = parity.merge(ranks4.run(resume, saved, resumed, tmp_path))
-    difference, where = largest_difference(outcome, uninterrupted)
+    difference, where = largest_difference(outcome, run_uninterrupted(model))
     assert difference < 1e-9, f"{where} differs by {difference}"
 
 

@@ -85,7 +85,7 @@ def test_a_program_reads_the_default_ranks_with_the_curve_of_their_first_steps(c
         (("--steps", "-1"), "--steps=-1"),
         (("--steps", "2", "--run", "runs/none"), "leave --steps out"),
         (("--page", "nowhere/page.html"), "there is no folder nowhere"),
-        (("--gpu", "A100"), "use a100-40g-pcie or a100-40g-sxm or a100-80g-pcie or"),
+        (("--gpu", "Voodoo"), "GPU type 'Voodoo' is unknown; use one of a10-24g, "),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused_in_one_line(capsys, arguments, reason):

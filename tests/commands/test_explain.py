@@ -70,12 +70,13 @@ def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
     assert head["bound by"].endswith("of the step")
     fuller = explain(capsys, LLAMA, "--gpus", "64", "--layout.pp=2", "--layout.micro_batch=2")
     assert "\nfits          yes, if the prediction holds: 56.6" in fuller, "a peak of its range is beyond the GPU"
-    assert all(" rows of all engines" in line for line in lines[5:7])
-    table = lines[8:13]
+    assert all(" rows of engines that no fit had seen" in line for line in lines[5:7])
+    assert lines[7].startswith("assumed of dtlayout: precision.reduce bfloat16, overlap_dp true, ")
+    table = lines[9:14]
     assert table[0].split()[2:] == [*(field.name for field in fields(MemoryEstimate)), "total"]
     assert len({len(line) for line in table}) == 1
     assert [line.split()[1] for line in table[1:]] == ["0", "1", "2", "3"]
-    assert lines[14].count("|") == 1 and "% of " in lines[14]
+    assert lines[15].count("|") == 1 and "% of " in lines[15]
     assert any(line.startswith("change ") for line in lines)
     assert "--layout.recompute=none" in text
 
@@ -148,7 +149,7 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((), "cluster.gpu='auto' is the GPU of a run, and nothing runs here; give --gpu with one of cpu, a100"),
+        ((), "cluster.gpu='auto' is the GPU of a run, and nothing runs here; give --gpu with one of cpu, a10-24g"),
         (("--gpu", "voodoo2"), "GPU type 'voodoo2' is unknown; use one of "),
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),

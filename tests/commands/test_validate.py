@@ -141,10 +141,10 @@ def test_leaving_out_gpu_types_adds_scores_of_each(measured, tmp_path, capsys):
     document = run_json(capsys, measured, other, "--leave-gpu-out")
     assert document.keys() == DOCUMENT | {"left_out_gpu", "left_out_gpu_groups", "left_out_gpu_kept"}
     assert {gpu: scores["rows"] for gpu, scores in document["left_out_gpu"].items()} == {
-        "h100-80g-sxm": 24, "a100-80g-sxm": 24,
+        "nanotron, h100-80g-sxm": 24, "torchtitan, a100-80g-sxm": 24,
     }  # fmt: skip
     assert (
-        document["left_out_gpu"]["h100-80g-sxm"]["mape"]
+        document["left_out_gpu"]["nanotron, h100-80g-sxm"]["mape"]
         > document["groups"]["gpu"]["h100-80g-sxm"]["speed"]["absolute"]
     )
     assert document["left_out_gpu_groups"]["engine"].keys() == {"nanotron", "torchtitan"}
@@ -160,7 +160,11 @@ def test_errors_of_rows_left_out_are_written_and_tell_how_many_lie_inside(measur
     assert written["source"] == "rows left out: 24 of nanotron"
     (known,) = (entry for entry in written["step_time"] if entry["kind"] == "known")
     assert (known["engine"], known["gpu"], known["rows"]) == ("nanotron", "h100-80g-sxm", 22)
-    assert {entry["kind"] for entry in written["peak_memory"]} == {"known", "new GPU", "new precision", "new engine"}
+    assert {entry["kind"] for entry in written["peak_memory"]} == {"known", "new GPU", "new site", "new engine"}
+    assert written["seen"] == [
+        {"engine": "nanotron", "gpu": "h100-80g-sxm", "precision": "bfloat16", "model": "dense models",
+         "site": "sweep", "nodes": 1},
+    ]  # fmt: skip
     left_out = run_json(capsys, measured, "--leave-one-out")["left_out_groups"]["engine"]["nanotron"]
     assert left_out["speed"]["inside"] >= 0.8 and left_out["memory"]["rows"] == 24
     assert main(["validate", str(measured), "--leave-one-out", "--worst", "0"]) == 0
@@ -262,7 +266,7 @@ def test_people_see_which_way_each_engine_is_off(measured, capsys):
     assert main(["validate", str(measured)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if line.startswith("engine nanotron "))
-    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "0", "24", "+0.0", "%", "0.0", "%", "100"]
+    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "100", "24", "+0.0", "%", "0.0", "%", "100"]
     assert not [line for line in lines if line.startswith(("not predicted", "not scored", "predicted with"))]
 
 

@@ -80,8 +80,6 @@ def test_fp8_is_refused_where_it_cannot_be():
     fp8, lora = {"matmuls": "fp8-rowwise"}, {"rank": 4}
     narrow = {"hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 40}
     rows = {
-        "precision.matmuls=fp8-rowwise beside experts is nothing that dtlayout has; use precision.matmuls=compute":
-            config_with({"experts": EXPERTS}, precision=fp8),
         "precision.matmuls=fp8-rowwise casts weights in the compute format, and precision.base=nf4 has none; use "
         "precision.base=compute or precision.matmuls=compute":
             config_with({}, adapter=lora, precision=fp8 | {"base": "nf4"}),
@@ -98,6 +96,8 @@ def test_fp8_is_refused_where_it_cannot_be():
         with pytest.raises(InvalidLayout) as caught:
             check_layout(config, config.layout.smallest_world_size)
         assert problem in caught.value.problems
+    mixture = config_with({"experts": EXPERTS}, precision=fp8)
+    check_layout(mixture, mixture.layout.smallest_world_size)
     beside = config_with({}, adapter=lora, precision=fp8, layout={"tp": 2})
     assert check_layout(beside, 2).tp == 2
 

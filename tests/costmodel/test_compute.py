@@ -16,7 +16,7 @@ from dtlayout.costmodel.compute import (
     matmul_s,
     recompute_time,
 )
-from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.families import describe
 from dtlayout.spec.kernels import Kernels
@@ -295,7 +295,9 @@ def test_tp_splits_matmuls_and_attention_and_only_with_sequence_parallelism_the_
 def test_collectives_of_a_block(layout, features, forward, backward):
     found = block_tp_s(scenario(features=features), layout)
     assert found == pytest.approx((forward * HALF_S, backward * HALF_S))
-    hidden = block_tp_s(scenario(features=features, tp_exposed=0.4), layout)
+    assert block_tp_s(scenario(features=features, tp_exposed=0.4), layout) == found  # nothing is overlapped
+    ahead = replace(features, runs_ahead=True)
+    hidden = block_tp_s(scenario(features=ahead, tp_exposed=0.4), layout)
     assert hidden == pytest.approx((0.4 * forward * HALF_S, 0.4 * backward * HALF_S))
 
 

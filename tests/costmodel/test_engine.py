@@ -1,6 +1,6 @@
 """Engines: what their files may say, and which of several values of a constant stands."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.resources import files
 from itertools import pairwise
 
@@ -11,14 +11,14 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel import engine
 from dtlayout.costmodel.engine import (
     ANY_GPU,
-    BOUNDS,
-    Constants,
-    Features,
-    RunAheadConstants,
     find_engine,
     find_unfitted,
+    find_usual,
     known_engines,
+    register_engine,
 )
+from dtlayout.costmodel.engine_constants import BOUNDS, Constants, RunAheadConstants
+from dtlayout.costmodel.engine_features import CHOICES, Features
 from dtlayout.spec.cluster import known_gpus
 
 GPU = "h100-80g-sxm"
@@ -37,13 +37,15 @@ def install(tmp_path, monkeypatch):
         (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
         (tmp_path / "constants" / "achieved.toml").write_text(achieved, encoding="utf-8")
         monkeypatch.setattr(toml, "__file__", str(tmp_path / "base/toml.py"))
-        engine._read_engines.cache_clear()
-        engine._achieved_on.cache_clear()
+        clear()
+
+    def clear() -> None:
+        for read in (engine._engine_tables, engine._read_engines, engine._achieved_on):
+            read.cache_clear()
 
     yield write
     monkeypatch.undo()
-    engine._read_engines.cache_clear()
-    engine._achieved_on.cache_clear()
+    clear()
 
 
 def problems_of(name: str = "mine") -> list[str]:
@@ -64,7 +66,7 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
     for entry in (files("dtlayout") / "constants" / "engines").iterdir():
         table = toml.loads(entry.read_text(encoding="utf-8"))
         assert entry.name == table["engine"] + ".toml"
-        assert set(table) <= {"engine", "features", "constants", "beside_gpu", "usual", "fitted"}
+        assert set(table) <= {"engine", "like", "features", "constants", "beside_gpu", "usual", "fitted"}
         assert set(table.get("fitted", {})) <= {*known_gpus(), ANY_GPU}
         assert set(table.get("fitted", {}).get(ANY_GPU, {}).get("gpus", ())) <= set(known_gpus())
     achieved = toml.loads((files("dtlayout") / "constants" / "achieved.toml").read_text(encoding="utf-8"))
@@ -113,8 +115,8 @@ def test_what_a_host_takes_to_start_kernels_holds_beside_gpus_alone():
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
     assert problems_of("megatorn") == [
-        "engine 'megatorn' is unknown; use one of aa-scaling, automodel, dtlayout, fsdp1, internevo, "
-        "megatron, nanotron, prime-rl, torchtitan"
+        "engine 'megatorn' is unknown; use one of aa-scaling, automodel, deepspeed, dtlayout, fsdp1, internevo, "
+        "kempnerforge, megatron, megatron-2021, nanotron, prime-rl, simumax, torchtitan"
     ]
 
 
@@ -233,3 +235,84 @@ def test_an_engine_takes_other_constants_within_their_bounds():
 def test_our_matmuls_lose_as_much_as_those_of_torchtitan_until_a_gpu_has_run_them():
     own, other = (find_engine(name, "h100-80g-sxm").constants.matmul_share for name in ("dtlayout", "torchtitan"))
     assert own == pytest.approx(other, rel=0.01)
+
+
+@pytest.fixture
+def register(tmp_path):
+    """Makes known an engine of a file called mine.toml, as long as a test runs."""
+
+    def write(text: str) -> None:
+        (tmp_path / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
+        register_engine(tmp_path / "mine.toml")
+
+    yield write
+    for tables in (engine._engine_tables(), engine._read_engines()):
+        tables.pop("mine", None)
+
+
+def test_an_engine_like_another_has_what_that_one_has_where_it_names_nothing(register):
+    register(
+        f"""
+like = "megatron"
+[features]
+overlap_dp = false
+[usual]
+tp_overlap = false
+[usual.kernels]
+norm = "eager"
+[constants]
+link_efficiency = 0.41
+[fitted.any]
+source = "its runs"
+gpus = ["{GPU}"]
+matmul_share = 0.77
+"""
+    )
+    found, other = find_engine("mine", GPU), find_engine("megatron", GPU)
+    assert found.features == replace(other.features, overlap_dp=False)
+    assert (found.constants.link_efficiency, found.constants.matmul_share) == (0.41, 0.77)
+    assert found.constants.fp8_efficiency == other.constants.fp8_efficiency  # fitted to the other's runs
+    assert (found.fitted, found.shared) == ((), ("matmul_share",))
+    assert find_unfitted("mine", GPU).constants.matmul_share == other.constants.matmul_share
+    usual = find_usual("mine")
+    assert (usual.tp_overlap, usual.gradients) == (False, find_usual("megatron").gradients)
+    assert usual.kernels == replace(find_usual("megatron").kernels, norm="eager")
+
+
+def test_an_engine_like_none_that_is_known_is_refused(register):
+    with pytest.raises(InvalidConfig, match=r"mine\.toml: like='steam' is unknown; use one of aa-scaling, "):
+        register('like = "steam"')
+
+
+def test_a_run_of_an_engine_can_be_told_its_choices_alone():
+    megatron = find_engine("megatron", GPU)
+    told = megatron.told({"overlap_dp": "false", "cuda_graphs": "full"})
+    assert (told.features.overlap_dp, told.features.cuda_graphs) == (False, "full")
+    assert told.constants == megatron.constants
+    assert megatron.told({}) is megatron
+    with pytest.raises(InvalidConfig) as caught:
+        megatron.told({"overlap_tp": "true", "cuda_graphs": "some"})
+    assert caught.value.problems == [
+        "engine megatron: overlap_tp=true is no choice of this engine; use one of overlap_dp, overlap_pp, cuda_graphs",
+        "engine megatron: cuda_graphs=some is unknown; use none or attention or full",
+    ]
+    with pytest.raises(InvalidConfig, match="engine dtlayout: overlap_dp=false is no choice of this engine; it has no"):
+        find_engine("dtlayout", GPU).told({"overlap_dp": "false"})
+
+
+def test_what_a_prediction_assumes_of_an_engine_is_said_with_its_words():
+    megatron, precision = find_engine("megatron", GPU).told({"overlap_pp": "false"}).told_formats({})
+    values = {name: value for name, (value, _) in megatron.assumptions(precision).items()}
+    assert values == {
+        "precision.reduce": "float32", "overlap_dp": "true", "overlap_pp": "false", "cuda_graphs": "none",
+    }  # fmt: skip
+    own, precision = find_engine("dtlayout", GPU).told_formats({"reduce": "bfloat16"})
+    assert own.assumptions(precision)["precision.reduce"][0] == "bfloat16"
+    assert set(values) == {"precision.reduce", *CHOICES}
+
+
+def test_constants_change_and_what_a_run_is_told_stays():
+    told = find_engine("megatron", GPU).told({"overlap_dp": "false"})
+    fitted = find_engine("megatron", GPU).with_constants(overlap=0.31)
+    both = told.with_constants_of(fitted)
+    assert (both.features.overlap_dp, both.constants.overlap) == (False, 0.31)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS, fill_by_threshold, fill_from_front
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.presets import find_preset

@@ -8,8 +8,8 @@ from small import scenario as dense_scenario
 
 from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.comm import exchange_s
-from dtlayout.costmodel.compute import block_ep_s, block_time, recompute_time
-from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.compute import block_ep_s, block_time, host_s, recompute_time
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2.blocks import Recomputed, WeightGradients, block_backward, block_forward
 from dtlayout.costmodel.fsdp2.phase import sequence
@@ -82,21 +82,13 @@ def test_an_all_to_all_sends_all_but_a_ranks_own_part():
 
 def test_a_token_that_goes_once_to_a_node_is_handed_on_there():
     """Of four copies one at least goes to the other node with 15/16; one copy is no other than before."""
-    once = scenario(EIGHT, num_gpus=16, features=Features(sends_tokens_once=True))
-    layout = Layout(dp_shard=16, ep=16)
-    across = exchange_s(once, layout, 0.25e6, 4)
+    setting, copies = scenario(EIGHT, num_gpus=16), Layout(dp_shard=16, ep=16)
+    once = replace(copies, ep_dispatcher="deepep")
+    across = exchange_s(setting, once, 0.25e6, 4)
     assert across == pytest.approx((10 + 15 / 16 * 0.25e6 / 5e9 / US + 10) * US)
-    copies = scenario(EIGHT, num_gpus=16)
-    assert exchange_s(once, layout, 1e6, 1) == pytest.approx(exchange_s(copies, layout, 1e6, 1))
-    assert exchange_s(once, replace(layout, ep=8), 1e6, 4) == exchange_s(copies, replace(layout, ep=8), 1e6, 4)
-
-
-def test_a_layout_may_have_the_dispatcher_that_sends_a_token_once():
-    layout = Layout(dp_shard=16, ep=16)
-    once = scenario(EIGHT, num_gpus=16, features=Features(sends_tokens_once=True))
-    sent = exchange_s(scenario(EIGHT, num_gpus=16), replace(layout, ep_dispatcher="deepep"), 0.25e6, 4)
-    assert sent == exchange_s(once, layout, 0.25e6, 4)
-    assert sent < exchange_s(scenario(EIGHT, num_gpus=16), layout, 0.25e6, 4)
+    assert across < exchange_s(setting, copies, 0.25e6, 4)
+    assert exchange_s(setting, once, 1e6, 1) == pytest.approx(exchange_s(setting, copies, 1e6, 1))
+    assert exchange_s(setting, replace(once, ep=8), 1e6, 4) == exchange_s(setting, replace(copies, ep=8), 1e6, 4)
 
 
 def test_computing_another_microbatch_hides_what_is_exchanged():
@@ -137,6 +129,37 @@ def test_one_kernel_for_all_experts_waits_for_no_host_where_pytorch_has_one(capa
     there = replace(here, cluster=replace(here.cluster, gpu=gpu))
     times = block_time(there, Layout(dp_shard=8), Kernels(experts="grouped"))
     assert times.routing_wait_s == pytest.approx(wait_ms * 1e-3)
+
+
+def test_the_host_needs_longer_for_a_layer_with_experts_and_longer_still_for_latent_attention():
+    layout, kernels, constants = Layout(), Kernels(), {"experts_host_s": 8e-3, "latent_host_s": 6e-3}
+    latent = LatentAttention(query_rank=300, kv_rank=100, rope_width=32, value_width=64)
+    with_latent = replace(MODEL, num_kv_heads=10, experts=EIGHT, latent_attention=latent)
+    setting = scenario(EIGHT, **constants)
+    assert host_s(setting, layout, kernels) == pytest.approx(8e-3)
+    assert host_s(replace(setting, model=with_latent), layout, kernels) == pytest.approx(14e-3)
+    assert host_s(scenario(None, **constants), layout, kernels) == 0.0
+    assert host_s(scenario(EIGHT, layer_host_s=9e-3, **constants), layout, kernels) == pytest.approx(9e-3)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "share", "waits"), [("none", 1, True), ("attention", 0.25, True), ("full", 0, False)]
+)
+def test_what_starts_as_a_graph_takes_the_host_less_time(graphs, share, waits):
+    features = Features(cuda_graphs=graphs)
+    setting = scenario(EIGHT, features=features, experts_host_s=8e-3, graphed_share=0.25, routing_wait_s=1e-3)
+    assert host_s(setting, Layout(), Kernels()) == pytest.approx(share * 8e-3)
+    assert (block_time(setting, Layout(), Kernels()).routing_wait_s > 0) == waits
+
+
+@pytest.mark.parametrize(
+    ("query_rank", "queries"), [(300, 1000 * 300 + 300 + 300 * 10 * 100), (0, 1000 * 10 * 100)], ids=["rank", "none"]
+)
+def test_queries_of_latent_attention_may_come_out_of_the_hidden_state_itself(query_rank, queries):
+    latent = LatentAttention(query_rank=query_rank, kv_rank=100, rope_width=32, value_width=64)
+    model = replace(MODEL, num_kv_heads=10, latent_attention=latent)
+    others = 1000 * (100 + 32) + 100 + 100 * 10 * (100 - 32 + 64) + 10 * 64 * 1000
+    assert count_block_parameters(model) == queries + others + 3 * 1000 * 2000 + 2 * 1000
 
 
 def test_biases_of_experts_are_passes_over_all_copies():
@@ -189,8 +212,23 @@ def test_torch_does_not_compute_the_experts_last_matmul_again():
     assert (block.forward_s - recompute_s) / US == pytest.approx(2 * 2000 * 1000 * 500 / 50e12 / US)
 
 
+@pytest.mark.parametrize(("size", "share"), [(4, 1), (2, 0.5)])
+def test_each_microbatchs_gradients_are_added_to_a_sum_those_of_experts_apart(size, share):
+    """10 bytes of each parameter but experts' at 1 TB/s, for a sum in fp32."""
+    features = Features(gradient_bytes=size, reduce_bytes=size)
+    setting, without = (scenario(EIGHT, features=features, gradient_traffic_bytes=each) for each in (10.0, 0.0))
+    layout = Layout()
+    for m in (1, 3):
+        took, base = (
+            update_times(each, layout, find_update(each, layout, 5e6, has_head=False, of_experts=4e6), 4, m, 1.0, 2.0)
+            for each in (setting, without)
+        )
+        assert took[0] == base[0]
+        assert took[1] - base[1] == pytest.approx(m * share * 10 * 1e6 / 1e12)
+
+
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_have_the_same():
-    setting, features = scenario(EIGHT), Features(overlaps_reduction=False)
+    setting, features = scenario(EIGHT), Features(overlap_dp=False)
     setting = replace(setting, engine=replace(setting.engine, features=features))
 
     def dp_s(layout: Layout, n: float, of_experts: float) -> float:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtlayout.costmodel.compute import block_time
-from dtlayout.costmodel.engine import Features, find_engine
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.fsdp2.liveness import BackwardWalk
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes

@@ -112,7 +112,7 @@ def test_adapters_beside_frozen_experts_are_exact(ranks4: Ranks, layout: Layout)
 
 
 WIDE = ModelShape(
-    name="wide", hidden_size=128, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=128, vocab_size=88, adapter=LORA
+    name="wide", hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=128, vocab_size=88, adapter=LORA
 )
 """With matrices of which tp = 2 splits rows between blocks of 64."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parity import (
+    BALANCED,
     BF16,
     SHAPE,
     Case,
@@ -34,11 +35,22 @@ from dtlayout.spec.precision import Precision
 FORMATS = ["fp8-tensorwise", "fp8-rowwise"]
 WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=4)
 BIASED = replace(WIDE, family="qwen2", qkv_bias=True)
+MIXED = replace(BALANCED, hidden_size=64, ffn_size=96)
 SPLIT = {
     "tp": Layout(dp_shard=2, tp=2, sequence_parallel=False),
     "tp with sequence parallelism": Layout(dp_shard=2, tp=2, recompute="full"),
     "split backwards": Layout(pp=2, tp=2, schedule="zb-h1"),
 }
+GATHERED = [
+    Layout(dp_shard=4, zero=3),
+    Layout(dp_replicate=2, dp_shard=2, zero=2, recompute="full"),
+    Layout(dp_shard=2, tp=2, zero=3, offload="optimizer"),
+    Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1"),
+    Layout(dp_shard=2, cp=2, zero=3, offload="activations"),
+    Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    Layout(dp_shard=2, tp=2, ep=2, zero=3),
+]
+"""Experts where ep splits them."""
 
 
 def case_of(layout: Layout, name: str, **changes: Any) -> Case:
@@ -57,6 +69,12 @@ def run_compiled(case: Case) -> tuple[Outcome | None, int, int]:
 def gather_in_bf16(case: Case) -> Outcome | None:
     """The step, with tensors gathered before they are cast."""
     with mock.patch("dtlayout.plans.plan.gathers_cast", return_value=False):
+        return run_layout(case)
+
+
+def gather_weights_in_bf16(case: Case) -> Outcome | None:
+    """The step, with weights gathered before they are cast."""
+    with mock.patch("dtlayout.plans.plan.gathers_scaled", return_value=False):
         return run_layout(case)
 
 
@@ -118,6 +136,14 @@ def test_what_is_gathered_in_fp8_has_the_bits_of_what_is_cast_later(ranks4: Rank
     styles = make_plan(case.model, layout, case.kernels, case.precision).tensor.values()
     assert {"input-gather-cast", "rowwise-scatter-cast"} < {*styles}
     assert have_same_bits(train(ranks4, case), train(ranks4, case, gather_in_bf16))
+
+
+@pytest.mark.parametrize("layout", GATHERED, ids=str)
+def test_weights_that_are_gathered_in_fp8_have_the_bits_of_what_is_cast_later(ranks4: Ranks, layout: Layout) -> None:
+    case = case_of(layout, "fp8-tensorwise", model=MIXED if layout.ep > 1 else BIASED, num_steps=2)
+    found, expected = train(ranks4, case), train(ranks4, case, gather_weights_in_bf16)
+    assert have_same_bits(found, expected)
+    assert all(np.array_equal(found.parameters[name], each) for name, each in expected.parameters.items())
 
 
 @pytest.mark.parametrize("name", ["fp8-tensorwise", thorough("fp8-rowwise")])

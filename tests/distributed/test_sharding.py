@@ -45,7 +45,7 @@ def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int
     layout = Layout(pp=pp, dp_shard=4 // pp, schedule=schedule or "1f1b", virtual_stages=chunks, zero=zero)  # type: ignore[arg-type]
     case = Case(layout, model=model)
     m = case.layout.num_microbatches(case.batch)
-    units = 8 // pp  # six blocks, the embedding, norm and head
+    units = (case.model.num_layers + 2) // pp  # blocks, the embedding, norm and head
     if model is TIED and pp == 1:
         units -= 1  # both ends belong to the root
     for rank, counts in enumerate(ranks4.run(count_collectives, case, DATA)):
@@ -60,7 +60,7 @@ def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int
 def test_hsdp_sums_over_its_replicas_once_a_step(ranks4: Ranks, zero: int) -> None:
     case = Case(Layout(dp_replicate=2, dp_shard=2, zero=zero))  # type: ignore[arg-type]
     for counts in ranks4.run(count_collectives, case, DATA):
-        assert counts["all_reduce"] == 8
+        assert counts["all_reduce"] == SHAPE.num_layers + 2
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 import json
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import pytest
 from launching import launch
-from parity import FP32, Case, build_step, local_rows
+from parity import FP32, SHAPE, Case, build_step, local_rows
 from tiny import ROOT, write_tiny
 
 from dtlayout.cli import main
@@ -85,7 +86,7 @@ def record(layout):
 
     The thread's own time first, then all of it; each of the best of some steps, as a busy machine takes some too.
     """
-    case = Case(layout, precision=FP32)
+    case = Case(layout, precision=FP32, model=replace(SHAPE, num_layers=6))
     assembly, step = build_step(case)
     recorder = TimelineRecorder("cpu", layout, timeout_s=60)
     spent_s, parts = [], []

@@ -54,6 +54,7 @@ STEPS = [
     Layout(pp=2, tp=4, schedule="gpipe", zero=3, recompute="keep-attention"),
     Layout(dp_shard=2, zero=3, micro_batch=2, recompute="full", offload="optimizer"),
     Layout(micro_batch=2, zero=3, offload="optimizer"),
+    Layout(dp_shard=2, tp=2, zero=2, micro_batch=2, recompute="selective", offload="disk"),
     Layout(pp=2, tp=4, micro_batch=2, schedule="gpipe", zero=2, recompute="selective", offload="activations"),
     Layout(pp=2, dp_replicate=2, dp_shard=2, schedule="zb-h1", zero=3, recompute="selective"),
     Layout(pp=4, dp_shard=2, schedule="v-min", virtual_stages=2, zero=2, sequence_parallel=False, tp=2),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from tempfile import gettempdir
 
 import pytest
 from codes import TAKES_CODES
@@ -33,6 +34,8 @@ from dtlayout.training.step import TrainStep
 MIXTURE = replace(
     SHAPE, experts=Experts(number=8, per_token=2, ffn_size=24, shared_ffn_size=16, dense_layers=1, imbalance=1.5)
 )
+SHALLOW = replace(SHAPE, num_layers=1)
+"""For what is the same in each block."""
 LORA, IA3 = Adapter(rank=8), Adapter(method="ia3")
 TENSORWISE, ROWWISE = (replace(BF16, matmuls=name) for name in ("fp8-tensorwise", "fp8-rowwise"))
 WIDE = replace(SHAPE, hidden_size=128, ffn_size=256, adapter=LORA)
@@ -66,6 +69,13 @@ CASES = [
     Case(Layout(cp=2, tp=2, ep=4, recompute="selective"), precision=BF16, model=MIXTURE),
     Case(Layout(dp_shard=2, tp=2, zero=3, recompute="full"), precision=replace(BF16, base="nf4"), model=WIDE),
     Case(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), precision=BF16, optimizer=Muon()),
+    Case(Layout(dp_shard=2, tp=2, zero=3, offload="disk", offload_folder=gettempdir()), precision=BF16),
+    Case(Layout(dp_shard=4, ep=2, offload="disk", offload_folder=gettempdir()), precision=BF16, model=MIXTURE),
+    Case(
+        Layout(pp=2, dp_shard=2, zero=2, recompute="full", offload="disk", offload_folder=gettempdir()),
+        precision=BF16,
+        model=replace(SHAPE, adapter=LORA),
+    ),
     Case(Layout(pp=2, tp=2, micro_batch=2), precision=TENSORWISE, model=replace(WIDE, adapter=None)),
     Case(Layout(dp_shard=4, recompute="selective"), precision=ROWWISE, model=replace(WIDE, adapter=None)),
 ]
@@ -79,27 +89,28 @@ STOOD_FOR = (
 """Layouts whose axes, recomputation and offload others have too."""
 
 
-def measure(case: Case) -> tuple[list[tuple[Footprint, Footprint]], Counter[tuple[str, int]]]:
-    """Later steps of a real run: what is held at the peak, on the host too, and the messages by name and size.
+def measure(case: Case) -> tuple[list[tuple[Footprint, Footprint, Footprint]], Counter[tuple[str, int]]]:
+    """Later steps of a real run: what is held at the peak, on the host and its disk too, and the messages by name and
+    size.
 
     A thread of gloo may let go of a buffer late, so of two steps those with the lower peak count.
     """
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer, assembly.disk)
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
     tokens, targets = (rows.clone() for rows in local_rows(case))
     with routed_as_stated(case):
         step(tokens, targets)
     peaks = []
     for _ in range(2):
-        tracker = StorageTracker(assembly.modules, [optimizer], state_on_host=case.layout.offloads_state)
+        tracker = StorageTracker(assembly.modules, [optimizer], state_on=case.layout.state_place)
         collectives = CollectiveRecorder()
         with routed_as_stated(case), tracker, collectives:
             step(tokens, targets)
-        peaks.append((tracker.ledger.peak, tracker.host.peak))
+        peaks.append((tracker.ledger.peak, tracker.host.peak, tracker.disk.peak))
     events = (event for event in collectives.events if len(event.ranks) > 1)
-    lower = min(peak.total for peak, _ in peaks)
-    lowest = [(peak, host) for peak, host in peaks if peak.total == lower]
+    lower = min(peak.total for peak, *_ in peaks)
+    lowest = [each for each in peaks if each[0].total == lower]
     return lowest, Counter((event.name, event.nbytes) for event in events)
 
 
@@ -115,12 +126,16 @@ def test_a_rank_holds_and_sends_what_a_real_one_does(ranks4: Ranks, case: Case) 
     real = ranks4.run(measure, case)
     for rank, report in found.items():
         lowest, messages = real[rank]
-        assert (report.parts, report.host_parts) in lowest
-        footprint, on_host = lowest[0]
+        assert (report.parts, report.host_parts, report.disk_parts) in lowest
+        footprint, on_host, on_disk = lowest[0]
         assert bool(on_host.total) == (case.layout.offload != "none")
         if on_host.total:
             expected = Estimator(make_scenario(case)).host_bytes(case.layout, case.kernels)
             assert expected[report.coordinate[PP]] == pytest.approx(on_host.total, rel=0.05)
+        assert bool(on_disk.total) == case.layout.has_state_on_disk
+        if on_disk.total:
+            expected = Estimator(make_scenario(case)).disk_bytes(case.layout)
+            assert expected[report.coordinate[PP]] == pytest.approx(on_disk.total, rel=0.02)
         assert report.peak_bytes == footprint.total
         assert count_messages(report) == messages
 
@@ -159,8 +174,8 @@ def count_all(report: RankReport) -> Counter[tuple[str, bool, object]]:
 
 @pytest.mark.parametrize("method", mostly_thorough(CONTEXT_METHODS, lambda i, _: i == 0))
 def test_ranks_that_share_a_sequence_compute_what_one_does(method: str) -> None:
-    alone = rehearse(Case(Layout(), global_batch=2), [0])[0]
-    shared = rehearse(Case(Layout(cp=4, cp_method=method), global_batch=2), range(4))  # type: ignore[arg-type]
+    alone = rehearse(Case(Layout(), global_batch=2, model=SHALLOW), [0])[0]
+    shared = rehearse(Case(Layout(cp=4, cp_method=method), global_batch=2, model=SHALLOW), range(4))  # type: ignore[arg-type]
     for module, flops in alone.flops.items():
         assert sum(report.flops[module] for report in shared.values()) == flops, module
 
@@ -180,7 +195,7 @@ def test_a_schedule_from_outside_is_known_to_the_processes_of_a_dry_run() -> Non
         assert sent == {"send": 2 * 4, "recv": 2 * 4}
 
 
-PLANTED = Case(Layout(dp_shard=2, tp=2), precision=BF16)
+PLANTED = Case(Layout(dp_shard=2, tp=2), precision=BF16, model=SHALLOW)
 
 
 def test_what_is_planted_changes_the_report_by_exactly_its_bytes() -> None:
@@ -193,7 +208,7 @@ def test_what_is_planted_changes_the_report_by_exactly_its_bytes() -> None:
 
 def test_flops_are_those_of_theory() -> None:
     """Forward and twice that backward; attention counts whole, and 2.5 times backward."""
-    case = Case(Layout(tp=2, pp=2), precision=BF16)
+    case = Case(Layout(tp=2, pp=2), precision=BF16, model=SHALLOW)
     tokens, shape = case.batch.global_batch * SEQ_LEN, SHAPE
     first = rehearse(case, [0])[0].flops
     layer = "model.layers.0"
@@ -205,7 +220,7 @@ def test_flops_are_those_of_theory() -> None:
 @pytest.mark.parametrize("loss", ["chunked", "linear"])
 def test_flops_do_not_depend_on_how_the_loss_is_computed(loss: str) -> None:
     """Also where an operator writes into memory of its caller, as the linear loss does."""
-    case = Case(Layout(), kernels=Kernels(attention="sdpa-math", loss=loss), precision=BF16)
+    case = Case(Layout(), kernels=Kernels(attention="sdpa-math", loss=loss), precision=BF16, model=SHALLOW)
     tokens = case.batch.global_batch * SEQ_LEN
     (report,) = rehearse(case, [0]).values()
     assert report.flops["lm_head"] == 6 * tokens * SHAPE.hidden_size * SHAPE.vocab_size
@@ -213,5 +228,5 @@ def test_flops_do_not_depend_on_how_the_loss_is_computed(loss: str) -> None:
 
 def test_progress_is_told_until_all_is_done() -> None:
     shares: list[float] = []
-    rehearse(Case(Layout(pp=2), precision=BF16), [0, 1], on_progress=shares.append)
+    rehearse(Case(Layout(pp=2), precision=BF16, model=SHALLOW), [0, 1], on_progress=shares.append)
     assert shares == sorted(shares) and shares[-1] == 1.0

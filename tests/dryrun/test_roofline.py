@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from small import scenario
 
-from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.roofline import roofline_time
 from dtlayout.measure.ledger import Footprint

@@ -19,22 +19,22 @@ def test_it_takes_two_files():
 
 
 def test_four_programs_know_it(tmp_path, capsys):
-    answers = ask_programs(capsys, tmp_path, gpu="l4-24g")
-    assert answers.recommend["scenario"]["gpu"] == answers.dryrun["gpu"] == "l4-24g"
-    assert answers.dryrun["capacity_bytes"] < find_gpu("l4-24g").memory_bytes
-    assert answers.check["ok"] and 'gpu = "l4-24g"' in answers.config.read_text()
+    answers = ask_programs(capsys, tmp_path, gpu="a2-16g")
+    assert answers.recommend["scenario"]["gpu"] == answers.dryrun["gpu"] == "a2-16g"
+    assert answers.dryrun["capacity_bytes"] < find_gpu("a2-16g").memory_bytes
+    assert answers.check["ok"] and 'gpu = "a2-16g"' in answers.config.read_text()
     assert all(0 < line["mfu"] < 1e-3 for line in read_lines(answers.run))  # of a peak that this machine has not
 
 
 def test_a_run_finds_it_by_what_torch_calls_it():
-    assert find_gpu_by_device("NVIDIA L4") is find_gpu("l4-24g")
+    assert find_gpu_by_device("NVIDIA A2") is find_gpu("a2-16g")
 
 
 def test_a_name_that_is_taken_and_a_file_that_is_wrong_are_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"my_gpu\.toml: GPU type 'l4-24g' is there already; give yours another"):
+    with pytest.raises(InvalidConfig, match=r"my_gpu\.toml: GPU type 'a2-16g' is there already; give yours another"):
         register_gpu(PLUGINS / "my_gpu.toml")
     wrong = tmp_path / "wrong.toml"
-    wrong.write_text((PLUGINS / "my_gpu.toml").read_text().replace("121e12", "-1.0"))
+    wrong.write_text((PLUGINS / "my_gpu.toml").read_text().replace("18e12", "-1.0"))
     with pytest.raises(InvalidConfig, match=r"wrong\.toml: peak_bf16\.value=-1 must be a number above 0"):
         register_gpu(wrong)
     with pytest.raises(InvalidConfig, match=r"^GPU type nowhere\.toml cannot be read"):

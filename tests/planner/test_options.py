@@ -134,7 +134,7 @@ def test_every_option_has_an_effect_or_is_refused(engine, kind):
 
 def is_what_it_does(scenario, own, name, value):
     """Whether a value is what the engine does anyway, or the best layout has without being told."""
-    does = name == "ep_dispatcher" and value == "deepep" and scenario.engine.features.sends_tokens_once
+    does = name == "ep_dispatcher" and value == own.layout.ep_dispatcher
     # Below bf16 a step that waits for the host, and whose weights are gathered as before, takes as long.
     return (
         does

@@ -19,6 +19,7 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.spec.optimizers import SGD, AdamW, Muon
+from dtlayout.spec.precision import Precision
 
 FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
 DEEP = ModelShape(
@@ -29,18 +30,25 @@ EXPERTS = replace(DEEP, experts=Experts(number=8, per_token=2, ffn_size=512, den
 
 @pytest.mark.parametrize("engine", known_engines())
 @pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [(SHAPE, AdamW()), (DEEP, AdamW()), (DEEP, SGD()), (EXPERTS, AdamW()), (DEEP, Muon())],
-    ids=["tiny", "deep", "deep sgd", "experts", "deep muon"],
+    ("model", "optimizer", "matmuls"),
+    [
+        *((*each, "compute") for each in ((SHAPE, AdamW()), (DEEP, AdamW()), (DEEP, SGD()), (DEEP, Muon()))),
+        (EXPERTS, AdamW(), "compute"),
+        (DEEP, AdamW(), "fp8-tensorwise"),
+    ],
+    ids=["tiny", "deep", "deep sgd", "deep muon", "experts", "deep fp8"],
 )
-def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model, optimizer):
+def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model, optimizer, matmuls):
     scenario = Scenario(
         model=model,
         batch=Batch(global_batch=16, seq_len=512),
         cluster=Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=16, gpus_per_node=4),
         engine=find_engine(engine, "h100-80g-sxm"),
         optimizer=optimizer,
+        precision=Precision(matmuls=matmuls),
     )
+    if matmuls not in ("compute", *scenario.engine.features.matmuls):
+        pytest.skip(f"{engine} has no {matmuls}")
     if find_model_lacks(scenario.engine, model):
         pytest.skip(f"{engine} has no experts")
     estimator = Estimator(scenario)

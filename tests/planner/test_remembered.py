@@ -53,7 +53,8 @@ LAYOUTS = {
     "stage_layers": [{"stage_layers": (4, 8)}, {"stage_layers": (12,)}],
     "zero": [{"zero": 2}],
     "recompute": [{"recompute": kind} for kind in ("full", "every-4", "selective", "keep-attention", "keep-matmuls")],
-    "offload": [{"offload": what} for what in ("activations", "optimizer")],
+    "offload": [{"offload": what} for what in ("activations", "optimizer", "disk")],
+    "offload_folder": [{"offload": "disk", "offload_folder": "/scratch"}],
 }
 """Changes of each field of a layout."""
 KERNELS = {

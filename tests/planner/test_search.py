@@ -48,8 +48,9 @@ def scenario(
 
 
 def group_of(layout):
-    """The layout without state sharding and tp_overlap: `Search.run` ranks one layout of each such group."""
-    return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1, tp_overlap=False)
+    """The layout without state sharding and overlaps: `Search.run` ranks one layout of each such group."""
+    off = {"tp_overlap": False, "ep_overlap": False, "ep_dispatcher": "alltoall"}
+    return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1, **off)
 
 
 @cache
@@ -89,6 +90,7 @@ def rank_all(estimates, top, alike=group_of, max_slowdown=inf, dominance=lambda 
     """The rule of `dtlayout.planner.search`, written down once more and without any shortcut."""
     fastest = min(e.step_time_s for e in estimates)
     left, best = [e for e in estimates if e.step_time_s <= max_slowdown * fastest], []
+    groups = {id(e): alike(e.layout) for e in left} if top > 1 else {}
     while left and len(best) < top:
         fastest = min(e.step_time_s for e in left)
         ties = [e for e in left if e.step_time_s <= fastest * (1 + TIE)]
@@ -101,8 +103,8 @@ def rank_all(estimates, top, alike=group_of, max_slowdown=inf, dominance=lambda 
                 f"{e.layout} {e.kernels}",
             ),
         )
-        left = [e for e in left if alike(e.layout) != alike(found.layout)]
         best += [] if any(dominance(found, better) for better in best) else [found]
+        left = [e for e in left if groups[id(e)] != groups[id(found)]] if len(best) < top else []
     return best
 
 

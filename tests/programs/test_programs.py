@@ -53,13 +53,13 @@ DEEPSEEK = replace(
 SPREAD = Layout(dp_shard=4, tp=2, pp=2, ep=8, ep_overlap=True, ep_dispatcher="deepep", schedule="1f1b")
 
 
-def job_of(engine, layout, *, model="llama3.1-8b", kernels=None, matmuls="compute", compute="bfloat16", optimizer=None):
+def job_of(engine, layout, *, model="llama3.1-8b", kernels=None, optimizer=None, told=None, **formats):
     cluster = Cluster(gpu=find_gpu("b200-180g-sxm"), num_gpus=layout.world_size, gpus_per_node=8)
+    named = {name: formats[name] for name in ("reduce",) if name in formats}
     scenario = Scenario(
         model=PRESETS[model] if isinstance(model, str) else model, batch=Batch(global_batch=256, seq_len=4096),
-        cluster=cluster, engine=find_engine(engine, cluster.gpu.name),
-        precision=Precision(matmuls=matmuls, compute=compute),
-        optimizer=optimizer or AdamW(),
+        cluster=cluster, engine=find_engine(engine, cluster.gpu.name).told(told or {}).told_formats(named)[0],
+        precision=Precision(**formats), optimizer=optimizer or AdamW(),
     )  # fmt: skip
     return Job(scenario, estimate(scenario, layout, kernels or Kernels(attention="sdpa-cudnn")), steps=100)
 
@@ -115,6 +115,10 @@ def jobs(engine):
     for matmuls in ("fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"):
         yield (Layout(dp_shard=8),), {"matmuls": matmuls}
     yield (Layout(dp_shard=8),), {"optimizer": SGD()}
+    if engine == "megatron":
+        yield (Layout(dp_shard=8),), {"reduce": "bfloat16", "told": {"overlap_dp": "false", "cuda_graphs": "full"}}
+        yield (LAYOUTS["interleaved"],), {"compute": "float16", "told": {"overlap_pp": "false"}}
+        yield (Layout(dp_shard=8),), {"told": {"cuda_graphs": "attention"}}
     for model in (QWEN, DEEPSEEK):
         yield (Layout(dp_shard=8, ep=8),), {"model": model}
         yield (SPREAD,), {"model": model}
@@ -133,6 +137,18 @@ def test_every_option_that_is_written_is_one_of_the_published_parser_with_a_valu
             assert accepts(table[name], value), (name, value)
         seen |= options.keys()
     assert seen == table.keys(), "the table has what nothing writes"
+
+
+def test_megatron_is_told_what_its_prediction_assumes():
+    usual, _ = write("megatron", LAYOUTS["interleaved"])
+    assert {"overlap-grad-reduce", "overlap-param-gather"} <= usual.keys()
+    assert not {"grad-reduce-in-bf16", "no-overlap-p2p-communication", "cuda-graph-impl"} & usual.keys()
+    told = {"overlap_dp": "false", "overlap_pp": "false", "cuda_graphs": "full"}
+    other, _ = write("megatron", LAYOUTS["interleaved"], reduce="bfloat16", told=told)
+    assert not {"overlap-grad-reduce", "overlap-param-gather"} & other.keys()
+    assert {"grad-reduce-in-bf16", "no-overlap-p2p-communication"} <= other.keys()
+    assert (other["cuda-graph-impl"], other["cuda-graph-scope"]) == ("local", "full_iteration")
+    assert "bf16" not in write("megatron", LAYOUTS["dp"], compute="float16")[0]
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)

@@ -278,7 +278,7 @@ def test_every_degree_is_positive(name, value):
         ("zero", 4),
         ("recompute", "every-0"),
         ("cp_method", "spiral"),
-        ("offload", "disk"),
+        ("offload", "tape"),
     ],
 )
 def test_an_unknown_choice_is_refused_with_the_known_ones(name, value):

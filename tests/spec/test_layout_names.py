@@ -17,7 +17,7 @@ VALUES = {
     "sequence_parallel": (True, False), "tp_overlap": (True, False), "ep_overlap": (True, False),
     "micro_batch": (1, 3), "schedule": ("1f1b", "gpipe", "interleaved-1f1b"), "virtual_stages": (1, 3),
     "zero": (1, 2, 3), "recompute": ("none", "full", "every-4", "keep-attention"),
-    "offload": ("none", "activations", "optimizer", "both"), "stage_layers": ((), (3, 5), (0, 12, 1)),
+    "offload": ("none", "activations", "optimizer", "both", "disk"), "stage_layers": ((), (3, 5), (0, 12, 1)),
 }  # fmt: skip
 FIELDS = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()})
 SHORT = {"dp_shard": "dp", "dp_replicate": "replicate", "micro_batch": "mb", "virtual_stages": "v"}

@@ -41,7 +41,7 @@ def build(
 ) -> tuple[Assembly, torch.optim.Optimizer]:
     """Sharded stages with the weights of `seed`, and an optimizer that has not stepped."""
     assembly = assemble(model, BATCH, layout, Kernels(), FP32, seed=seed, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, model, settings)
+    optimizer = build_optimizer(assembly.modules, model, settings, assembly.disk)
     set_learning_rate(optimizer, 1e-2)
     return assembly, optimizer
 
@@ -255,7 +255,7 @@ def step_from_hf(layouts: list[Layout], model: ModelShape, folder: Path, setting
         assembly = assemble(
             model, BATCH, layout, Kernels(), FP32, seed=0, device_type="cpu", give_weights=partial(load_weights, folder)
         )
-        optimizer = build_optimizer(assembly.modules, model, settings)
+        optimizer = build_optimizer(assembly.modules, model, settings, assembly.disk)
         set_learning_rate(optimizer, 1e-2)
         update(assembly, optimizer)
         states.append(whole_state(assembly, optimizer, model))

@@ -1,6 +1,7 @@
 """Start train.py as people do, alone or under torchrun, and leave nothing behind when it takes too long."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -88,6 +89,7 @@ def _train(environment: dict[str, str], arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
+    gc.freeze()  # as `ranks` does
     torch.set_num_threads(1)
     for plugin in filter(None, environment.get("DTLAYOUT_PLUGINS", "").split(",")):
         importlib.import_module(plugin)  # as dtlayout does, which is imported already

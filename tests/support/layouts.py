@@ -11,18 +11,23 @@ from dtlayout.spec.layout import Layout
 def all_layouts(space: Space) -> Iterator[tuple[Layout, Kernels]]:
     for degrees in space.degrees:
         tp, pp, cp, ep, dp = degrees
-        for (schedule, v), micro_batch, method, sp, overlap, recompute, sharding, kernels in product(
+        for (schedule, v), micro_batch, method, sp, overlap, (
+            exchange,
+            dispatcher,
+        ), recompute, sharding, kernels in product(
             space.orders(pp),
             space.micro_batches(cp),
             space.cp_methods(cp),
             space.sequence_parallel(tp),
             space.tp_overlap(tp),
+            space.exchanges(ep, is_interleaved=True, recompute="none"),
             space.recompute,
             space.shardings(degrees),
             space.kernels,
         ):
             layout = Layout(
                 tp=tp, pp=pp, cp=cp, cp_method=method, ep=ep, dp_shard=dp, micro_batch=micro_batch, schedule=schedule,
-                virtual_stages=v, sequence_parallel=sp, tp_overlap=overlap, recompute=recompute, **space.constant,
+                virtual_stages=v, sequence_parallel=sp, tp_overlap=overlap, ep_overlap=exchange,
+                ep_dispatcher=dispatcher, recompute=recompute, **space.constant,
             )  # fmt: skip
             yield sharding.of(layout), kernels

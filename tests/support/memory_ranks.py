@@ -19,14 +19,14 @@ from dtlayout.training.step import TrainStep
 def measure_peaks(case: Case) -> list[int]:
     """A step's peak on each pipeline rank, with the optimizer's state there as after a step before."""
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer, assembly.disk)
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
     tokens, targets = (rows.clone() for rows in local_rows(case))
     for parameter in (p for module in assembly.modules for p in module.parameters()):
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
-    meter = MemoryMeter("cpu", assembly.modules, optimizer, state_on_host=case.layout.offloads_state)
+    meter = MemoryMeter("cpu", assembly.modules, optimizer, state_on=case.layout.state_place)
     with routed_as_stated(case), meter.watch():
         step(tokens, targets, local_starts(case))
     return meter.gather_peaks(case.layout)

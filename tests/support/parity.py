@@ -47,8 +47,9 @@ from dtlayout.training.optimizer import JointOptimizer, build_optimizer, set_lea
 from dtlayout.training.step import TrainStep
 
 SHAPE = ModelShape(
-    name="parity", hidden_size=32, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=88
+    name="parity", hidden_size=32, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=88
 )  # fmt: skip
+"""Four blocks are a first, a last and two between, or two of each of two stages; a test takes as long as its blocks."""
 TIED = replace(SHAPE, tied_embeddings=True)
 QWEN2 = replace(SHAPE, family="qwen2", qkv_bias=True, tied_embeddings=True)
 QWEN3 = replace(SHAPE, family="qwen3", qk_norm=True, head_dim=6)
@@ -72,7 +73,10 @@ LEAN = replace(SMOOTH, state_format="bfloat16")
 
 @dataclass(frozen=True)
 class Case:
-    """Steps on one batch to compare; the last one's numbers count."""
+    """Steps on one batch to compare; the last one's numbers count.
+
+    A model that has fewer blocks than the layout has stages gets one for each, or as many as its list of them says.
+    """
 
     layout: Layout
     global_batch: int = 0
@@ -85,6 +89,11 @@ class Case:
     optimizer: Optimizer = SMOOTH
     num_steps: int = 1
     loss_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        fewest = max(self.layout.num_stages, sum(self.layout.stage_layers))
+        if self.model.num_layers < fewest:
+            object.__setattr__(self, "model", replace(self.model, num_layers=fewest))
 
     @property
     def batch(self) -> Batch:
@@ -356,7 +365,7 @@ def build_step(case: Case) -> tuple[Assembly, TrainStep]:
     """What training builds."""
     case.layout.check(case.model, case.batch)
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer, assembly.disk)
     set_learning_rate(optimizer, case.optimizer.lr)
     return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=case.model)
 
@@ -544,7 +553,9 @@ def offload_without_a_bit(case: Case) -> int:
 
 def _read_bits(weights: list[Tensor], step: TrainStep) -> list[Tensor]:
     """Parameters and the optimizer's state, counts of steps too, of which NaN equals NaN."""
-    kept = [value for state in step.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [step.optimizer.state.get(p, {}) for module in step.modules for p in module.parameters()]
+    assert sum(map(bool, states)) == len(step.optimizer.state) > 0
+    kept = [state[kind] for state in states for kind in sorted(state) if isinstance(state[kind], Tensor)]
     return [_to_local(tensor).clone().reshape(-1).view(torch.uint8) for tensor in (*weights, *kept)]
 
 

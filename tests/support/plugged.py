@@ -43,7 +43,8 @@ def plugged_in(name: str) -> Iterator[ModuleType]:
     """A block in which a plugin is imported, and after which nobody knows what it has registered."""
     module = f"extending.plugins.{name}"
     registries: list[dict[str, Any]] = [
-        cluster._read_constants(), engine._read_engines(), *kernel_table.KERNELS.values(), schedules.SCHEDULES,
+        cluster._read_constants(), engine._read_engines(), engine._engine_tables(), *kernel_table.KERNELS.values(),
+        schedules.SCHEDULES,
         families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS, trackers.TRACKERS,
         observer.OBSERVERS,
     ]  # fmt: skip

@@ -6,6 +6,7 @@ the pool is taken down, since the others may wait in a collective for ever, and 
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.context
 import os
@@ -99,6 +100,7 @@ class Ranks:
 def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     faulthandler.enable()  # where each thread was, should torch abort
+    gc.freeze()  # torch's own objects are a million, which every collection would look through, and copy pages of
     import torch
     import torch.distributed as dist
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ MODEL = replace(TIED, num_layers=8)
 BATCH = Batch(global_batch=8, seq_len=16)
 _BESIDE: list[dict] = [
     {"tp": 2}, {"dp_shard": 2, "zero": 3}, {"dp_replicate": 2}, {"dp_shard": 2, "offload": "optimizer"}, {"cp": 2},
+    {"dp_shard": 2, "offload": "disk", "offload_folder": gettempdir()},
 ]  # fmt: skip
 """What two ranks of each stage do."""
 

@@ -1,7 +1,8 @@
 """A scenario of round numbers, whose every estimate can be computed by hand."""
 
-from dtlayout.costmodel.engine import Engine, Features
+from dtlayout.costmodel.engine import Engine
 from dtlayout.costmodel.engine_constants import Constants
+from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, Gpu

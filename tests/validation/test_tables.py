@@ -14,6 +14,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, LatentAttention
 from dtlayout.spec.optimizers import SGD, AdamW
 from dtlayout.spec.precision import MATMUL_FORMATS
+from dtlayout.validation.notes import read_note
 from dtlayout.validation.predict import describe_changes
 from dtlayout.validation.tables import find_tables, read_tables
 
@@ -58,8 +59,9 @@ def test_a_row_becomes_a_run(tmp_path):
     assert run.peak_bytes == 12.5 * GIB
     assert run.ran
     assert run.layout == Layout(
-        pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full"
-    )
+        pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full",
+        tp_overlap=True,
+    )  # fmt: skip
     assert run.kernels == Kernels(attention="sdpa-cudnn")  # Transformer Engine's
     model, batch, cluster = run.scenario.model, run.scenario.batch, run.scenario.cluster
     assert (model.name, model.hidden_size, model.num_layers, model.num_heads) == ("small", 1024, 8, 16)
@@ -168,6 +170,7 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"schedule": "gpipe", "virtual_stages": "1"}, ["engine megatron has no schedule gpipe"]),
         ({"zero": "3"}, ["engine megatron has no zero=3 in pipelines"]),
         ({**EXPERTS, "note": "25.09: token drop, capacity not stated"}, ["tokens are dropped"]),
+        ({**EXPERTS, "expert_tp": "2"}, ["experts are split by tp"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
         ({"schedule": "interleaved", "virtual_stages": ""}, ["virtual_stages is not stated"]),
         ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated"]),
@@ -190,11 +193,11 @@ def test_what_would_not_matter_need_not_be_stated(tmp_path):
 
 def test_what_a_row_does_not_say_is_what_its_engine_usually_does(tmp_path):
     run = read(tmp_path, micro_batch="", recompute="", zero="")
-    keys = ("micro_batch=1", "zero=1", 'recompute="none"')
+    keys = ("micro_batch=1", "zero=1", 'recompute="none"', "tp_overlap=true", 'gradients="bfloat16"')
     assert run.assumed == tuple(f"not stated: {key}, what megatron usually does" for key in keys)
     assert (run.layout.micro_batch, run.layout.recompute, run.layout.zero) == (1, "none", 1)
     assert 'not stated: recompute="none", what megatron usually does' in describe_changes(run)
-    assert read(tmp_path).assumed == ()
+    assert read(tmp_path, tp_overlap="false", gradients="float32").assumed == ()
 
 
 def test_zero_3_in_a_pipeline_of_fsdp2_is_what_its_program_makes_of_it(tmp_path):
@@ -207,6 +210,72 @@ def test_notes_say_what_is_sent_beside_matmuls(tmp_path):
     assert read(tmp_path, note="torch.compile; AsyncTP").layout.tp_overlap
     assert read(tmp_path, note="async TP; local batch 32").layout.tp_overlap
     assert not read(tmp_path, note="no async TP").layout.tp_overlap
+
+
+def test_columns_say_what_a_run_of_its_program_is_told(tmp_path):
+    engine = read(tmp_path, overlap_dp="false", overlap_pp="false", cuda_graphs="attention").scenario.engine
+    assert (engine.features.overlap_dp, engine.features.overlap_pp) == (False, False)
+    assert engine.features.cuda_graphs == "attention"
+    assert find_reasons(tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", overlap_dp="false") == (
+        "engine fsdp1 cannot be told overlap_dp, overlap_pp or cuda_graphs as stated",
+    )
+
+
+def test_gradients_are_in_the_format_that_a_row_says_or_in_that_of_published_runs(tmp_path):
+    def find_bytes(**cells: str) -> int:
+        return read(tmp_path, **cells).scenario.engine.features.gradient_bytes
+
+    assert (find_bytes(gradients="float32"), find_bytes(gradients="bfloat16"), find_bytes()) == (4, 2, 2)
+    assert read(tmp_path, engine="torchtitan", gradients="bfloat16").scenario.precision.reduce == "bfloat16"
+    assert read(tmp_path, state_format="bfloat16").scenario.optimizer == AdamW(state_format="bfloat16")
+
+
+def test_columns_name_kernels_methods_and_experts(tmp_path):
+    run = read(tmp_path, attention="fa3", loss="linear", experts_kernel="grouped", engine="prime-rl")
+    assert (run.kernels.attention, run.kernels.loss, run.kernels.experts) == ("fa3", "linear", "grouped")
+    assert read(tmp_path, cp="2", gpus="64", cp_method="gather").layout.cp_method == "gather"
+    model = read(tmp_path, **EXPERTS | {"imbalance": "1.25", "expert_bias": "true", "window": "64"}).scenario.model
+    assert (model.experts.imbalance, model.experts.bias, model.window) == (1.25, True, 64)
+    latent = {"query_rank": "0", "kv_rank": "48", "rope_width": "64", "value_width": "128"}
+    model = read(tmp_path, **MORE | {"head_dim": "192", "kv_heads": "16"} | latent).scenario.model
+    assert model.latent_attention == LatentAttention(query_rank=0, kv_rank=48, rope_width=64, value_width=128)
+
+
+@pytest.mark.parametrize(
+    ("note", "cells"),
+    [
+        ("no overlap of any kind; fp32 gradient reduce", {"overlap_dp": "false", "gradients": "float32"}),
+        ("no gradient or parameter overlap", {"overlap_dp": "false"}),
+        ("cuda graphs local:full_iteration", {"cuda_graphs": "full"}),
+        ("cuda graphs transformer_engine:[attn+ moe_router]", {"cuda_graphs": "attention"}),
+        ("MLA q_lora none kv_lora 512 qk 128+64 v 128", {"query_rank": 0, "kv_rank": 512, "rope_width": 64}),
+        ("layers cut to 12; CP by all-to-all", {"cp_method": "all-to-all"}),
+        ("sft trainer step; flash_attention_3", {"attention": "fa3"}),
+        ("experts packed; routing not forced", {"experts_kernel": "grouped"}),
+        ("experts unpacked; routing not forced", {"experts_kernel": "loop"}),
+        ("a quiet day", {}),
+    ],
+)
+def test_notes_are_read_into_columns(note, cells):
+    found = read_note(note)
+    assert cells.items() <= found.items() and bool(found) == bool(cells)
+
+
+def test_a_column_goes_before_a_note(tmp_path):
+    assert read(tmp_path, note="async TP", tp_overlap="false").layout.tp_overlap is False
+
+
+def test_a_megatron_without_flash_attention_is_that_of_2021(tmp_path):
+    run = read(tmp_path, kernel="megatron-softmax", precision="fp16", zero="1")
+    assert (run.scenario.engine.name, run.scenario.precision.compute) == ("megatron-2021", "float16")
+    assert "kernel=megatron-softmax: the Megatron of 2021, in which nothing is overlapped" in run.assumed
+    assert (run.scenario.engine.features.overlap_dp, run.scenario.engine.features.gradient_bytes) == (False, 4)
+
+
+def test_the_organisation_of_a_source_is_a_rows_site(tmp_path):
+    assert read(tmp_path, source="NVIDIA-NeMo/Megatron-Bridge docs/performance.md").site == "nvidia"
+    assert read(tmp_path, source="https://docs.nvidia.com/nemo-framework/user-guide").site == "nvidia"
+    assert read(tmp_path, table="playbook/8B/2nodes").site == "playbook"
 
 
 def test_a_causal_kernel_may_pass_an_mfu_of_1(tmp_path):

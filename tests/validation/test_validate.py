@@ -293,9 +293,9 @@ def test_a_gpu_type_is_predicted_by_constants_of_the_others_alone(engines_that_s
     told = []
     left_out = leave_gpus_out(runs, told.append)
     assert told == ["fitting nanotron without h100-80g-sxm", "fitting nanotron without a100-80g-sxm"]
-    for true, (gpu, rows) in zip(engines_that_share, left_out.predictions.items(), strict=True):
+    for true, (group, rows) in zip(engines_that_share, left_out.predictions.items(), strict=True):
         constants = {row.run.scenario.engine.constants for row in rows}
-        assert gpu == true.gpu and len(rows) == 24 and len(constants) == 1
+        assert group == f"nanotron, {true.gpu}" and len(rows) == 24 and len(constants) == 1
         (found,) = constants
         assert found.link_efficiency == pytest.approx(0.4, rel=0.02)
         assert found.matmul_efficiency == without_fit(true).constants.matmul_efficiency
@@ -305,7 +305,8 @@ def test_without_constants_of_all_types_a_gpu_type_is_left_with_general_ones(tru
     runs = generate_runs(true_engine)
     told = []
     (rows,) = leave_gpus_out(runs, told.append).predictions.values()
-    assert not told and rows == leave_engines_out(runs) == predict(with_engines(runs, without_fit(true_engine)))
+    assert not told and rows == leave_engines_out(runs).all_predictions
+    assert rows == predict(with_engines(runs, without_fit(true_engine)))
 
 
 def test_each_constant_of_all_types_and_of_each_is_ablated(engines_that_share):

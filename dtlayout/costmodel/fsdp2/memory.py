@@ -144,7 +144,7 @@ class _Stage:
         self.size, self.sharding = sizes(model, False), sharding
         size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
         self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
-        self.runs = find_runs(model, layout, sizes, chunk, nests_experts=sharding.nests_experts, base=sharding.base)
+        self.runs = find_runs(model, layout, sizes, chunk, sharding)
         self.differentiated = [each for each in self.runs if each.has_backward]
         self.offloads = layout.offloads_activations
         is_kept = not self.offloads and (size.keeps_stream or any(map(recompute.covers, layers[:1])))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dtlayout.costmodel.forward_only import find_first_differentiated, find_forward_only
 from dtlayout.costmodel.fsdp2.blocks import Recomputed
 from dtlayout.costmodel.fsdp2.sizes import Sizes
-from dtlayout.costmodel.fsdp2.units import Unit, block_units
+from dtlayout.costmodel.fsdp2.units import Unit, UnitBytes, block_units
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
@@ -43,9 +43,9 @@ class BlockRun(NamedTuple):
 
 
 def find_runs(
-    model: ModelShape, layout: Layout, sizes: SizesOfKind, stage: StageSlice, *, nests_experts: bool, base: str
+    model: ModelShape, layout: Layout, sizes: SizesOfKind, stage: StageSlice, sharding: UnitBytes
 ) -> list[BlockRun]:
-    """The runs of a stage, first to last; `nests_experts` is a feature, `base` that of `Precision`."""
+    """The runs of a stage, first to last."""
     recompute, forward_only = Recompute.parse(layout.recompute), find_forward_only(model, stage)
     last = find_first_differentiated(model) if stage.embedding else None
     runs = []
@@ -57,7 +57,8 @@ def find_runs(
         layer, *others = run
         kind, has_backward = model.kind_of(layer), layer not in forward_only
         size, num_blocks = sizes(kind, layer == last), 1 + len(others)
-        unit, experts = block_units(kind, layout.tp, layout.ep, nests_experts=nests_experts, base=base)
+        options = {"nests_experts": sharding.nests_experts, "base": sharding.base, "scales": sharding.scales}
+        unit, experts = block_units(kind, layout.tp, layout.ep, **options)
         kept, again = 0.0, Recomputed(0.0, 0.0)
         if has_backward:
             kept, left = size.kept(recompute, layer), size.recomputed(recompute, layer)

@@ -20,6 +20,7 @@ from dtlayout.costmodel.scenario import (
     Scenario,
     format_sizes,
     fullest_share,
+    gathers_weights_cast,
     matmul_alignment,
     sends_cast,
     tokens_of,
@@ -120,7 +121,10 @@ class Sizes:
         if scenario.precision.matmul_format and scenario.engine.features.casts_itself:
             # Eager kernels scale a copy in fp32, which a compiler leaves out.
             self._measures = self._measures._replace(
-                tokens=tokens, casting=1.0 if kernels.compiles_blocks else 5.0, sends_cast=sends_cast(scenario, layout)
+                tokens=tokens,
+                casting=1.0 if kernels.compiles_blocks else 5.0,
+                sends_cast=sends_cast(scenario, layout),
+                casts_weights=not gathers_weights_cast(scenario),
             )
 
         if rounds := FAKE_QUANT_FORMATS.get(scenario.precision.fake_quant):

@@ -73,6 +73,8 @@ class Measures(NamedTuple):
     """Sizes of weights that are rounded; None where they multiply as they are."""
     sends_cast: bool = False
     """Whether tp gathers a block's tensors in fp8, which lie beside the result."""
+    casts_weights: bool = True
+    """Whether matmuls cast weights; else these come as they multiply."""
 
 
 class SizedEntry(NamedTuple):
@@ -219,8 +221,9 @@ def _weigh_casts(entry: TapeEntry, measures: Measures, new: float, made: float) 
     read, *_ = *entry.reads, *entry.saves, *entry.makes  # nothing before it may need a gradient
     inputs, outputs = (each.width / (measures.tp if each.spread == "branch" else 1) for each in (read, entry.makes[0]))
     x, y, weight, casting = measures.tokens * inputs, measures.tokens * outputs, inputs * outputs, measures.casting
-    forward = max(casting * x - made, x + casting * weight - made, x + weight)
-    work = max(casting * y, y + casting * weight, y + 2 * weight + new) if entry.reads else 0.0
+    cast = weight if measures.casts_weights else 0.0
+    forward = max(casting * x - made, x + casting * cast - made, x + cast)
+    work = max(casting * y, y + casting * cast, y + cast + weight + new) if entry.reads else 0.0
     if not entry.weights:
         return forward, work, 0.0, 0.0
     return forward, work, max(casting * y, y + casting * x), 2 * (x + y)

@@ -15,7 +15,8 @@ Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last 
 replicas; where masters have another format, what was summed stays beside the gradients until that is over. Where an
 engine sums the embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
 Frozen weights lie in the compute format and are gathered, without a cast, and that is all; a unit of frozen weights
-alone is not reduced.
+alone is not reduced. A weight that is gathered in fp8 is cast first, each for itself: by way of fp32, out of what the
+compute format has of the shard (plans/cast_gather.py).
 """
 
 import functools
@@ -27,13 +28,13 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2.blocks import WeightGradients
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
-from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, gathers_weights_cast
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Weight
 from dtlayout.spec.base_format import BASE_FORMATS, SCALE
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.precision import BYTES
+from dtlayout.spec.precision import ALIGNMENT, BYTES
 from dtlayout.spec.roles import Role
 
 _P, _G, _B = MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.BUFFERS
@@ -56,6 +57,8 @@ class Unit:
     """Name of each trained weight → its role."""
     codes: frozenset[str] = frozenset()
     """Names of the weights of a quantized base that are codes, of a byte each; all others are numbers."""
+    scaled: frozenset[str] = frozenset()
+    """Names of the weights that are gathered in fp8."""
 
     @classmethod
     def of(
@@ -67,13 +70,15 @@ class Unit:
         partial: int = 0,
         keeps_stacks: bool = False,
         base: str = "compute",
+        scales: bool = False,
     ) -> "Unit":
         """The unit of some weights, counters left out; the matrices of a rank's experts lie under each other.
 
         With `keeps_stacks` whole experts are shards, or rows of all of them where there are more ranks. `base` is that
-        of `Precision`: a weight that it quantizes is codes and scales.
+        of `Precision`: a weight that it quantizes is codes and scales. With `scales` weights that multiply in fp8 are
+        gathered so.
         """
-        few_bits, codes = BASE_FORMATS.get(base), set[str]()
+        few_bits, codes, scaled = BASE_FORMATS.get(base), set[str](), set[str]()
         shapes, of_experts, roles = dict[str, Shape](), set[str](), dict[str, Role]()
         for weight in (each for each in weights if not each.is_counter):
             shape = weight.local_shape(tp, ep)
@@ -86,9 +91,11 @@ class Unit:
                 shapes[f"{weight.name}{SCALE}"] = (shape[0], few_bits.scale_columns(shape[1]))
                 continue
             shapes[weight.name] = shape
+            if scales and weight.is_scaled(ALIGNMENT):
+                scaled.add(weight.name)
             if weight.trains:
                 roles[weight.name] = weight.role
-        return cls(shapes, partial, frozenset(of_experts), roles, frozenset(codes))
+        return cls(shapes, partial, frozenset(of_experts), roles, frozenset(codes), frozenset(scaled))
 
     @property
     def is_nested(self) -> bool:
@@ -164,18 +171,20 @@ class BlockUnits(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def block_unit(model: ModelShape, tp: int, ep: int, base: str = "compute") -> Unit:
+def block_unit(model: ModelShape, tp: int, ep: int, base: str = "compute", *, scales: bool = False) -> Unit:
     """Unit of a whole block, of which other programs have no other."""
-    return Unit.of(describe(model).block_weights, tp, ep, base=base)
+    return Unit.of(describe(model).block_weights, tp, ep, base=base, scales=scales)
 
 
 @lru_cache(maxsize=256)
-def block_units(model: ModelShape, tp: int, ep: int, *, nests_experts: bool, base: str = "compute") -> BlockUnits:
-    """The units of a block; `nests_experts` is the engine's feature, `base` that of `Precision`."""
+def block_units(
+    model: ModelShape, tp: int, ep: int, *, nests_experts: bool, base: str = "compute", scales: bool = False
+) -> BlockUnits:
+    """The units of a block; `nests_experts` is the engine's feature, `base` and `scales` are as for `Unit.of`."""
     if not (nests_experts and model.experts):
-        return BlockUnits(block_unit(model, tp, ep, base), None)
+        return BlockUnits(block_unit(model, tp, ep, base, scales=scales), None)
     weights = describe(model).block_weights
-    unit = functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True, base=base)
+    unit = functools.partial(Unit.of, tp=tp, ep=ep, keeps_stacks=True, base=base, scales=scales)
     if ep == tp == 1:  # `plans.plan.needs_expert_mesh`
         return BlockUnits(unit(weights), None)
     return BlockUnits(*(unit([each for each in weights if each.is_of_experts is has]) for has in (False, True)))
@@ -191,6 +200,8 @@ class UnitBytes:
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.expert_shards = count_expert_shards(layout)
         self.nests_experts, self.base = scenario.engine.features.nests_experts, formats.base
+        self.scales = gathers_weights_cast(scenario)
+        """Whether weights that multiply in fp8 are gathered so."""
         self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
         self.on_host = layout.offloads_state
         """Whether masters, gradients and the optimizer's state lie on the host."""
@@ -232,7 +243,7 @@ class UnitBytes:
     def gathered(self, unit: Unit) -> int:
         """Bytes of a unit's parameters to compute with."""
         whole = self.compute * self.padded(unit)
-        if unit.codes:
+        if unit.codes or unit.scaled:
             spared = [self.shards * n * (self.compute - used) for n, _, used in self._list_shards(unit)]
             whole -= sum(spared)
         return whole
@@ -249,6 +260,11 @@ class UnitBytes:
         cast: list[tuple[MemoryKind, float]] = [(_B, flat)]
         if self.copies_masters:
             cast = [step for each in self._list_shards(unit) for step in self._fetch(*each)]
+        elif unit.scaled:
+            names = [(name, *each) for name, each in zip(unit.weights, self._list_shards(unit), strict=True)]
+            cast = [step for name, *each in names if name in unit.scaled for step in self._fetch(*each)]
+            cast.append((_B, self.compute * sum(n for name, n, *_ in names if name in unit.roles.keys() - unit.scaled)))
+        flat = sum(size for _, size in cast)
         return [*cast, (_B, self.buffer(unit)), (_B, -flat)]
 
     def take_out(self, unit: Unit) -> list[tuple[MemoryKind, float]]:
@@ -268,6 +284,9 @@ class UnitBytes:
 
         Each takes `stored` bytes before and `used` after it.
         """
+        if self.scales and used < self.compute:
+            fetched, cast = stored * self.copies_masters, self.compute * (stored != self.compute)
+            return [(_B, (fetched + cast) * n), (_B, 4 * n), (_B, used * n), (_B, -(4 + fetched + cast) * n)]
         if self.copies_masters and stored != used:
             return [(_B, stored * n), (_B, used * n), (_B, -stored * n)]
         return [(_B, used * n)] if self.copies_masters or stored != used else []
@@ -278,8 +297,12 @@ class UnitBytes:
     def _list_shards(self, unit: Unit) -> list[tuple[int, int, int]]:
         """Parameters of each weight's largest shard, with the bytes of one as it is stored, and as it is gathered."""
         sizes = zip(unit.weights, self._shard_sizes(unit), strict=True)
-        used = [(name, n, 1 if name in unit.codes else self.compute) for name, n in sizes]
-        return [(n, self.params if name in unit.roles else each, each) for name, n, each in used]
+        in_bytes = unit.codes | unit.scaled
+        frozen = {True: 1, False: self.compute}
+        return [
+            (n, self.params if name in unit.roles else frozen[name in unit.codes], frozen[name in in_bytes])
+            for name, n in sizes
+        ]
 
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
         """In forward: into its buffer, which stays until the next unit is out of its own, and out of it."""

@@ -60,7 +60,7 @@ def make_observers(
     """The observers of a start that trains `steps`, in order; `folder` is the first of them."""
     config, device, kernels = inputs.config, inputs.device, inputs.chosen.kernels
     assembly, group = trainer.assembly, checkpoints.host
-    meter = MemoryMeter(device.type, assembly.modules, trainer.optimizer, state_on_host=inputs.layout.offloads_state)
+    meter = MemoryMeter(device.type, assembly.modules, trainer.optimizer, state_on=inputs.layout.state_place)
     # On a CPU a step whose storages are tracked runs uncompiled, with other bits and another peak.
     has_peaks = device.type == "cuda" or kernels.compile == "none"
     memory = MemoryObserver(meter, records, inputs.layout, group, steps, config.metrics, has_peaks=has_peaks)
