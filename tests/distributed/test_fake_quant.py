@@ -58,8 +58,8 @@ def run_compiled(case: Case) -> tuple[object, int]:
     return outcome, sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("name", ["int8", thorough("int4")])
-def test_compiled_blocks_have_no_break_and_the_same_bits(ranks4: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", [thorough("int8"), thorough("int4")])
+def test_compiled_blocks_have_no_break_and_compute_the_same(ranks4: Ranks, name: str) -> None:
     layout = Layout(dp_shard=2, tp=2, recompute="selective")
     case = Case(layout, model=WIDE, precision=replace(BF16, fake_quant=name), global_batch=4)
     plain = merge(ranks4.run(run_layout, case, timeout_s=120))

@@ -186,26 +186,26 @@ def test_the_peak_with_moments_in_bf16_is_predicted_dry_and_measured_alike(ranks
     assert [report.parts.optimizer for _, report in reports] == [rank.optimizer for rank in predicted]
 
 
-ROUNDED = replace(QWEN3, hidden_size=256, ffn_size=512, head_dim=32, num_layers=4)
-"""With groups that two ranks of tp have whole."""
+ROUNDED = replace(QWEN3, hidden_size=256, ffn_size=2048, head_dim=32, num_layers=4)
+"""With groups that two ranks of tp have whole, and weights whose copies make 2 or 3 % of the peak in a pipeline."""
 FAKE_QUANTIZED = {
     f"{name}, {which}": Case(layout, precision=replace(precision, fake_quant=name), model=ROUNDED, seq_len=32)
     for name, which, precision, layout in (
-        ("int4", "dp2 tp2", BF16, Layout(dp_shard=2, tp=2, zero=2, recompute="full")),
-        ("int8", "split backwards", BF16, Layout(pp=2, dp_shard=2, schedule="zb-h1")),
-        ("int8", "pp2 tp2", FP32, Layout(pp=2, tp=2, zero=3, sequence_parallel=False)),
-        ("int4", "zero 3", BF16, Layout(dp_shard=4, zero=3, recompute="selective")),
+        ("int4", "pp2 tp2", BF16, Layout(pp=2, tp=2)),
+        ("int8", "split backwards", FP32, Layout(pp=2, dp_shard=2, schedule="zb-h1")),
+        ("int8", "pp2 tp2 without sp", BF16, Layout(pp=2, tp=2, zero=3, sequence_parallel=False)),
+        ("int4", "dp2 tp2, recomputed", BF16, Layout(dp_shard=2, tp=2, zero=2, recompute="full")),
     )
 }
 
 
-@pytest.mark.parametrize("case", mostly_thorough(FAKE_QUANTIZED.values(), lambda i, _: i < 2), ids=FAKE_QUANTIZED)
+@pytest.mark.parametrize("case", mostly_thorough(FAKE_QUANTIZED.values(), lambda i, _: i < 1), ids=FAKE_QUANTIZED)
 def test_the_peak_with_rounded_weights_is_predicted_dry_and_measured_alike(ranks4: Ranks, case: Case) -> None:
     measured = ranks4.run(measure_peaks, case, timeout_s=120)[0]
     firsts = [rank * 4 // case.layout.pp for rank in range(case.layout.pp)]
     dry = [report.peak_bytes for _, report in sorted(rehearse(case, firsts).items())]
     predicted = [rank.total for rank in predict(case)]
-    assert (dry, predicted) == (pytest.approx(measured, rel=0.02), pytest.approx(measured, rel=0.02))
+    assert (dry, predicted) == (pytest.approx(measured, rel=0.01), pytest.approx(measured, rel=0.01))
 
 
 FROZEN = [
