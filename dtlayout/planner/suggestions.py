@@ -41,12 +41,16 @@ _MORE_ROOM = 0.1
 """Share of the capacity that is left free instead, if a peak leaves less."""
 
 
-def list_remarks(search: Search, ranked: Sequence[Estimate]) -> Iterator[str]:
-    """All suggestions for a search, by the first `LOOKED_AT` of its best layouts; there is at least one."""
+def list_remarks(search: Search, ranked: Sequence[Estimate], *, has_room: bool = True) -> Iterator[str]:
+    """All suggestions for a search, by the first `LOOKED_AT` of its best layouts; there is at least one.
+
+    `has_room` is False where it is known that no layout leaves more memory free.
+    """
     ranked = ranked[:LOOKED_AT]
     yield from filter(None, (
         remark_on_axis(search, ranked[0]), remark_on_precision(search, ranked), remark_on_batch(search, ranked[0]),
-        remark_on_network(search, ranked[0]), remark_on_room(search, ranked), remark_on_split(search, ranked[0]),
+        remark_on_network(search, ranked[0]), has_room and remark_on_room(search, ranked),
+        remark_on_split(search, ranked[0]),
         remark_on_schedule(search, ranked[0]),
     ))  # fmt: skip
 
