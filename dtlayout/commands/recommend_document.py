@@ -99,7 +99,8 @@ def _compare_usual(search: Search, best: Estimate) -> dict[str, Any] | None:
     return {
         "who": recipe.who, "where": recipe.where, "model": recipe.model, "program": recipe.program,
         "layout": _to_layout(search.space.scenario, estimate), "slower_than_best": slower,
-        "needed_bytes": estimate.needed_bytes, "fits": estimate.fits, "doubt": doubt or None,
+        "needed_bytes": estimate.needed_bytes, "fits": estimate.fits, "has_room": search.has_room(estimate),
+        "doubt": doubt or None,
     }  # fmt: skip
 
 

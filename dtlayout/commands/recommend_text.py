@@ -106,9 +106,10 @@ def describe_usual(usual: JsonDocument | None) -> str:
         f"{usual['who']} for {usual['model']} in {usual['program']}, {layout['name']}: {layout['step_time_s']:.3f} s a "
         f"step, {than}"
     )
-    if not usual["fits"]:
+    if not usual["has_room"]:
         needed, capacity = usual["needed_bytes"] / GIB, layout["capacity_bytes"] / GIB
-        said += f"; predicted to need {needed:.1f} of {capacity:.1f} GiB, which may be the prediction's error"
+        why = "--max-memory 1.0 allows that" if usual["fits"] else "which may be the prediction's error"
+        said += f"; it needs {needed:.1f} of {capacity:.1f} GiB, {why}"
     if usual["doubt"]:
         said += (
             f". 1 beats it by far, {usual['doubt']}: treat that with care, since a vendor measures, and measure both"

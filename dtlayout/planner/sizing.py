@@ -60,7 +60,7 @@ def find_fitting(space: Space, max_memory: float | None) -> tuple[Search, Margin
     without a margin."""
     margin = choose_margin(space.scenario, max_memory)
     search = Search(space, margin.max_memory)
-    if margin.is_asked or margin.max_memory == 1 or search.run(top=1).ranked:
+    if margin.is_asked or margin.max_memory == 1 or search.run_kinds(1).ranked:
         return search, margin
     return search.with_fixed(space.fixed, 1.0), margin.without()
 

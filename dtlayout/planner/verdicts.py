@@ -70,7 +70,7 @@ def describe_doubt(search: Search, found: Estimate) -> list[str]:
     """A line if a layout that does not fit may do so all the same: its peak is not predicted that exactly."""
     if found.fits:
         capacity = f"{found.capacity_bytes / GIB:.1f} GiB that there are"
-        return [f"it needs no more than the {capacity}: --max-memory 1.0 allows it"]
+        return [f"it needs no more than the {capacity}; --max-memory 1.0 allows it"]
     low = find_intervals(search.space.scenario).peak_memory.low
     if low * found.needed_bytes > found.capacity_bytes:
         return []
