@@ -31,9 +31,9 @@ class Recipe:
     """One published layout."""
 
     who: str
-    """Its author, as in "NVIDIA's recipe"."""
+    """Author of the recipe, as in "NVIDIA's recipe"."""
     where: str
-    """Its source."""
+    """Source of the recipe."""
     is_vendor: bool
     """Whether its author makes the GPUs, so that it is of interest to other programs too."""
     program: str
@@ -41,7 +41,7 @@ class Recipe:
     model: str
     """The model, as people call it."""
     layout: str
-    """Its choices as a layout is printed, without data parallelism."""
+    """Choices as a layout is printed, without data parallelism."""
 
 
 class Usual(NamedTuple):

@@ -20,7 +20,7 @@ _AXES = ("pp", "cp", "tp", "ep")
 
 
 class Complexity(NamedTuple):
-    """What a layout has beside data parallelism; the simpler of two layouts has the lower tuple."""
+    """Counts of all that a layout has beside data parallelism; the simpler of two layouts has the lower tuple."""
 
     num_axes: int
     """Axes above 1 beside data parallelism; copies of shards (HSDP) count as one."""

@@ -31,8 +31,8 @@ _LEAST_GROWTH = 0.03
 """Fraction by which the slower network has to make the step longer to be worth a sentence."""
 _LEAST_GAIN = 0.01
 """Share of the step that another split or schedule has to save."""
-_HIDDEN = 0.02
-"""Share of the step up to which communication counts as hidden."""
+_HIDDEN = 0.05
+"""Share of the step up to which communication counts as hidden, with what it costs to hide it."""
 _LEAST_ROOM = 0.05
 """Share of the capacity that a peak should leave free: about the median error of predicted peaks."""
 LOOKED_AT = 5
