@@ -22,9 +22,11 @@ from dtlayout.models.files import find_model
 from dtlayout.planner import verdicts
 from dtlayout.planner.choices import check_once, find_idle, read_avoided, read_fixed
 from dtlayout.planner.search import Search, SearchResult
-from dtlayout.planner.sizing import find_smallest, scale
+from dtlayout.planner.simplicity import put_simplest_first
+from dtlayout.planner.sizing import find_fitting, find_smallest, scale
 from dtlayout.planner.space import Space
 from dtlayout.planner.suggestions import LOOKED_AT, list_ways_to_fit
+from dtlayout.records.intervals import count_near
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu, load_cluster
 from dtlayout.spec.optimizers import Optimizer
@@ -63,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="values that no layout may have, such as recompute=full; may be repeated",
         **repeated,
     )
-    parser.add_argument("--max-memory", type=float, default=1.0, metavar="SHARE", help="of the capacity, such as 0.9")
+    share = "of the capacity that may be filled, such as 0.9; all but a margin for the error of peaks by default"
+    parser.add_argument("--max-memory", type=float, metavar="SHARE", help=share)
     parser.add_argument("--why-not", metavar="CHOICES", help="such as tp=4,pp=4,mb=2: what stands against it")
     parser.add_argument("--baseline", choices=tuple(BASELINES), help="what a well-known procedure would have chosen")
     parser.add_argument("--scale", metavar="N,N,…", help="the best layout on each of these numbers of GPUs")
@@ -106,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
         return show(options, document, describe_scale)
     if options.min_gpus:
         per_node = _read_scenario(options, options.gpus or 1).cluster.gpus_per_node
-        space = find_smallest(make_space, per_node, options.max_memory)
+        space = find_smallest(make_space, per_node, 1.0 if options.max_memory is None else options.max_memory)
     else:
         space = make_space()
     if idle := find_idle(space):
@@ -121,11 +124,14 @@ def _run(options: argparse.Namespace) -> int:
 
 def _search(space: Space, options: argparse.Namespace) -> dict[str, Any]:
     """The document of a search, whose best layout is written where that is asked; InvalidLayout if it finds none."""
-    search = Search(space, options.max_memory)
+    search, margin = find_fitting(space, options.max_memory)
     result = search.run_kinds(options.top)
     if not result.ranked:
         raise InvalidLayout(_explain_nothing(search, result))
     looked_at = result.ranked if options.top >= LOOKED_AT else search.run_kinds(LOOKED_AT).ranked
+    num_near = count_near([e.step_time_s for e in looked_at[:LOOKED_AT]], space.scenario.engine.name)
+    looked_at = put_simplest_first(looked_at, num_near)
+    result = result._replace(ranked=looked_at[: options.top])
     verified = []
     if options.verify:
         from dtlayout.commands.verify import verify  # only now: a search does without configs
@@ -134,7 +140,7 @@ def _search(space: Space, options: argparse.Namespace) -> dict[str, Any]:
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = result._replace(ranked=tuple(e for e in result.ranked if e.layout not in ooms))
     looked_at = tuple(estimate for estimate in looked_at if estimate.layout not in ooms)[:LOOKED_AT]
-    document = make_document(search, result, looked_at, options, verified)
+    document = make_document(search, result, looked_at, options, margin, verified)
     if options.emit:
         from dtlayout.commands.emit import emit  # only now: a search does without configs
 
@@ -154,6 +160,7 @@ def _explain_nothing(search: Search, result: SearchResult) -> list[str]:
     if result.num_layouts and (missed := search.find_smallest_oom()):
         text = verdicts.describe_shortage(missed, result.allowed_bytes)
         problems.append(f"the one that misses by least, {missed.layout}: {text}")
+        problems += verdicts.describe_doubt(search, missed)
         problems += list_ways_to_fit(search, missed)
         helps = "--min-gpus finds the smallest cluster that works"
         state_bytes = max(rank.parameters + rank.gradients + rank.optimizer for rank in missed.memory)
@@ -179,7 +186,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--verify runs our own trainer, not that of --engine={options.engine}; leave one of them out")
     if options.verify and options.scale:
         problems.append("--scale compares clusters; ask --verify of one of them")
-    if not 0 < options.max_memory <= 1:
+    if options.max_memory is not None and not 0 < options.max_memory <= 1:
         problems.append(f"--max-memory={options.max_memory} must lie above 0 and be at most 1")
     if options.tokens is not None and not 0 < options.tokens < inf:
         problems.append(f"--tokens={options.tokens:g} must be a number above 0, such as 15e12 or 15T")

@@ -19,11 +19,13 @@ from dtlayout.planner import verdicts
 from dtlayout.planner.baselines import choose_by_playbook, choose_by_thumb
 from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.cost import Budget, Marks, find_cost, find_marks
+from dtlayout.planner.margin import Margin
+from dtlayout.planner.recipes import GREAT_GAIN, find_usual
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
 from dtlayout.planner.space import Space
-from dtlayout.planner.suggestions import list_remarks
-from dtlayout.records.intervals import find_alike, find_intervals
+from dtlayout.planner.suggestions import LOOKED_AT, list_remarks
+from dtlayout.records.intervals import count_near, find_alike, find_intervals
 from dtlayout.spec.kernels import OpenKernels
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def make_document(
     result: SearchResult,
     looked_at: Sequence[Estimate],
     options: argparse.Namespace,
+    margin: Margin,
     verified: Sequence["Verified"] = (),
 ) -> dict[str, Any]:
     """The document of one search: the best layouts, what stands against others, and everything that was asked.
@@ -55,7 +58,13 @@ def make_document(
         "searched": {"layouts": result.num_layouts, "counts": result.counts},
         "layouts": [{**_to_layout(scenario, e), "why": why} for e, why in zip(result.ranked, whys, strict=True)],
         "alike": _find_alike(scenario, result.ranked),
-        "remarks": [*_remark_on_near(scenario, looked_at, against), *list_remarks(search, looked_at)],
+        "margin": margin._asdict(),
+        "simplest": _find_simplest(scenario, result.ranked),
+        "usual": _compare_usual(search, best),
+        "remarks": [
+            *_remark_on_near(scenario, looked_at, against),
+            *list_remarks(search, looked_at, has_room=not margin.fits_only_without),
+        ],
         "against": against,
         "_gpus_linked": scenario.cluster.gpus_linked,
         "_is_smallest": options.min_gpus,
@@ -66,32 +75,58 @@ def make_document(
     if verified:
         document["verified"] = [each.to_document() for each in verified]
     if options.why_not is not None:
-        document |= _answer_why_not(search, best, options.why_not)
+        document |= _answer_why_not(search, best, options.why_not, margin)
     if options.baseline:
-        document |= _compare_baseline(search, best, options.baseline)
+        document |= _compare_baseline(search, best, options.baseline, margin)
     return document
 
 
-def _answer_why_not(search: Search, best: Estimate, asked: str) -> dict[str, Any]:
+def _find_simplest(scenario: Scenario, ranked: Sequence[Estimate]) -> dict[str, Any] | None:
+    """The leading places of which the first is the simplest, and how much slower it is predicted than the fastest of
+    them, as a fraction; None where one place leads alone."""
+    times_s = [estimate.step_time_s for estimate in ranked[:LOOKED_AT]]
+    places = count_near(times_s, scenario.engine.name)
+    return {"places": places, "slower_than_fastest": times_s[0] / min(times_s) - 1} if places > 1 else None
+
+
+def _compare_usual(search: Search, best: Estimate) -> dict[str, Any] | None:
+    """The layout that a vendor or the program published for such a job, beside the best; None where none is known."""
+    if (usual := find_usual(search)) is None:
+        return None
+    recipe, estimate = usual
+    slower = estimate.step_time_s / best.step_time_s - 1
+    doubt = slower > GREAT_GAIN and verdicts.describe_difference(estimate, best)
+    return {
+        "who": recipe.who, "where": recipe.where, "model": recipe.model, "program": recipe.program,
+        "layout": _to_layout(search.space.scenario, estimate), "slower_than_best": slower,
+        "needed_bytes": estimate.needed_bytes, "fits": estimate.fits, "has_room": search.has_room(estimate),
+        "doubt": doubt or None,
+    }  # fmt: skip
+
+
+def _answer_why_not(search: Search, best: Estimate, asked: str, margin: Margin) -> dict[str, Any]:
     """The judgement of the layout that was asked about, and the best layouts with its choices."""
     choices, scenario = parse_choices(asked), search.space.scenario
     verdict = verdicts.judge(search, *verdicts.parse_layout(search.space, choices), best)
-    completed, reopened = _complete(search, choices), None
+    completed, reopened = _complete(search, choices, margin), None
     if completed is None and choices.pop("recompute", None):
-        reopened = _complete(search, choices)
+        reopened = _complete(search, choices, margin)
     other = completed or reopened
     why_not = {
         **_to_verdict(verdict),
         "best_with_these_choices": completed and _to_layout(scenario, completed),
         "best_with_other_recompute": reopened and _to_layout(scenario, reopened),
+        "fits_only_without_margin": other is not None and not search.has_room(other),
     }
     return {"why_not": why_not, "_why_not_difference": other and verdicts.describe_difference(best, other)}
 
 
-def _compare_baseline(search: Search, best: Estimate, name: str) -> dict[str, Any]:
-    """The layout that a well-known procedure chooses, beside the best."""
+def _compare_baseline(search: Search, best: Estimate, name: str, margin: Margin) -> dict[str, Any]:
+    """The layout that a well-known procedure chooses, beside the best; without the margin if it finds none with it."""
     scenario = search.space.scenario
     chosen = BASELINES[name](Search(Space(scenario), search.max_memory))
+    if chosen is None and not margin.is_asked:
+        chosen = BASELINES[name](Search(Space(scenario)))
     if chosen is None:
         return {"baseline": {"name": name, "layout": None}}
     slower = chosen.estimate.step_time_s / best.step_time_s - 1
@@ -102,12 +137,16 @@ def _compare_baseline(search: Search, best: Estimate, name: str) -> dict[str, An
     }
 
 
-def _complete(search: Search, choices: dict[str, Any]) -> Estimate | None:
-    """The best layout with some choices; None if none of those is legal and fits."""
+def _complete(search: Search, choices: dict[str, Any], margin: Margin) -> Estimate | None:
+    """The best layout with some choices, without the default margin if none fits with it; None if none of those is
+    legal and fits."""
     space = search.space
     avoided = {name: values for name, values in space.avoided.items() if name not in choices}  # asked for, so allowed
-    asked = search.with_fixed({**space.fixed, **choices}, avoided=avoided)
-    return next(iter(asked.run(top=1).ranked), None)
+    for max_memory in dict.fromkeys([search.max_memory, search.max_memory if margin.is_asked else 1.0]):
+        asked = search.with_fixed({**space.fixed, **choices}, max_memory, avoided)
+        for found in asked.run(top=1).ranked:
+            return found
+    return None
 
 
 def _find_alike(scenario: Scenario, ranked: Sequence[Estimate]) -> dict[str, Any] | None:
@@ -121,7 +160,7 @@ def _remark_on_near(scenario: Scenario, best: Sequence[Estimate], against: Seque
     if alike is None or alike["places"] > 1:
         return []
     longest_s, least = (1 + alike["least"]) * best[0].step_time_s, f"{alike['least']:.1%}"
-    fitting = [each for each in against if each["outcome"] != "does not fit" and each["step_time_s"]]
+    fitting = [each for each in against if each["outcome"] not in ("does not fit", "too full") and each["step_time_s"]]
     near = [each["change"] for each in fitting if each["step_time_s"] < longest_s]
     with_others = f"with {verdicts.name_together(near)} instead, as below"
     return [f"Variants of 1 are nearer: {with_others}, a step is less than {least} longer."] * bool(near)
@@ -131,7 +170,7 @@ def make_scale_document(rows: Sequence[ScaleRow], options: argparse.Namespace) -
     """The document that compares clusters, an entry for each; with costs where the tokens of a training are given."""
     scenario = rows[0].scenario
     entries = [
-        {"num_gpus": row.num_gpus, "efficiency": row.efficiency,
+        {"num_gpus": row.num_gpus, "efficiency": row.efficiency, "margin": row.margin._asdict(),
          "layout": row.estimate and _to_layout(scenario, row.estimate)}
         for row in rows
     ]  # fmt: skip

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from dtlayout.base.formatting import choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import JsonDocument
-from dtlayout.commands.recommend_text import BASELINE_NAMES, OUTCOMES
+from dtlayout.commands.recommend_text import BASELINE_NAMES, OUTCOMES, describe_simplest, describe_usual
 from dtlayout.planner.verdicts import fold_alike
 from dtlayout.records.intervals import Alike
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, Ratio, draw_bars, draw_ratios
 
-_IMPOSSIBLE = ("not legal", "does not fit")
+_IMPOSSIBLE = ("not legal", "does not fit", "too full")
 """Outcomes of a choice that has no speed to compare."""
 
 
@@ -33,6 +33,8 @@ def _parts(document: JsonDocument) -> Iterator[str]:
     yield "".join(html.paragraph(f"{i}: {each['why']}.") for i, each in enumerate(layouts, 1) if each["why"])
     if document["alike"]:
         yield html.paragraph(str(Alike(**document["alike"])), "note")
+    said = (describe_simplest(document["simplest"]), describe_usual(document["usual"]))
+    yield "".join(html.paragraph(sentence, "note") for sentence in said if sentence)
     yield html.heading("Memory of the fullest rank") + _draw_memory(layouts)
     yield html.heading("Other choices than those of the best")
     yield from _compare_choices(document["against"], layouts[0]["step_time_s"])

@@ -17,7 +17,8 @@ from dtlayout.spec.optimizers import AdamW
 
 BASELINE_NAMES = {"thumb": "the rule of thumb", "playbook": "the Ultra-Scale Playbook"}
 OUTCOMES = {
-    "not legal": "It is not legal", "does not fit": "It does not fit", "slower": "It is slower",
+    "not legal": "It is not legal", "does not fit": "It does not fit",
+    "too full": "It leaves too little memory free", "slower": "It is slower",
     "as fast": "It is as fast", "faster": "It is faster",
 }  # fmt: skip
 _BAR = 20
@@ -70,6 +71,7 @@ def _list_remarks(document: JsonDocument) -> Iterator[str]:
     yield from (f"{place}  {each['why']}." for place, each in enumerate(layouts, start=1) if each["why"])
     if document["alike"]:
         yield str(Alike(**document["alike"]))
+    yield from filter(None, (describe_simplest(document["simplest"]), describe_usual(document["usual"])))
     yield from document["remarks"]
     if document["_is_smallest"]:
         number = document["scenario"]["num_gpus"]
@@ -78,6 +80,41 @@ def _list_remarks(document: JsonDocument) -> Iterator[str]:
         yield _describe_cost(document["cost"])
     kernels = ", ".join(f"{name} {kernel}" for name, kernel in layouts[0]["kernels"].items())
     yield f"Kernels of 1: {kernels}."
+
+
+def describe_simplest(simplest: JsonDocument | None) -> str:
+    """A sentence on the simplest of the leading layouts, which is the first; "" where one leads alone."""
+    if simplest is None:
+        return ""
+    slower = simplest["slower_than_fastest"]
+    cost = f", and predicted {slower:.1%} slower than the fastest of them" if slower >= 0.0005 else ""
+    return (
+        f"1 is the simplest of places 1 to {simplest['places']}{cost}: of layouts so near each other, fewer than three "
+        f"of four pairs came in the predicted order."
+    )
+
+
+def describe_usual(usual: JsonDocument | None) -> str:
+    """Sentences on the layout that a vendor or the program published for such a job; "" where none is known."""
+    if usual is None:
+        return ""
+    layout, slower = usual["layout"], usual["slower_than_best"]
+    than = (
+        "as fast as 1" if abs(slower) < 0.0005 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than 1"
+    )
+    said = (
+        f"{usual['who']} for {usual['model']} in {usual['program']}, {layout['name']}: {layout['step_time_s']:.3f} s a "
+        f"step, {than}"
+    )
+    if not usual["has_room"]:
+        needed, capacity = usual["needed_bytes"] / GIB, layout["capacity_bytes"] / GIB
+        why = "--max-memory 1.0 allows that" if usual["fits"] else "which may be the prediction's error"
+        said += f"; it needs {needed:.1f} of {capacity:.1f} GiB, {why}"
+    if usual["doubt"]:
+        said += (
+            f". 1 beats it by far, {usual['doubt']}: treat that with care, since a vendor measures, and measure both"
+        )
+    return f"{said}."
 
 
 def _list_dry_runs(document: JsonDocument) -> Iterator[str]:
@@ -112,7 +149,10 @@ def _fold_against(document: JsonDocument) -> list[tuple[str, str]]:
 def _shorten(verdict: JsonDocument) -> str:
     """The outcome with its first reason; a reason that is a difference in speed says the outcome itself."""
     reason = verdict["problems"][0]
-    before = {"not legal": "not legal: ", "does not fit": f"does not fit, as {verdict['name']}: "}
+    before = {
+        "not legal": "not legal: ", "does not fit": f"does not fit, as {verdict['name']}: ",
+        "too full": f"leaves too little memory free, as {verdict['name']}: ",
+    }  # fmt: skip
     return before.get(verdict["outcome"], f"{verdict['name']}: ") + reason
 
 
@@ -133,6 +173,8 @@ def _answer_why_not(document: JsonDocument) -> Iterator[str]:
     else:
         difference = document["_why_not_difference"]
         yield f"  The best with these choices, {Layout(**best['layout'])}, is {difference}."
+    if found["fits_only_without_margin"]:
+        yield "  It fits only without the margin, as with --max-memory 1.0."
 
 
 def _describe_baseline(document: JsonDocument) -> Iterator[str]:
@@ -200,7 +242,20 @@ def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator
         yield f"{NO_TIME}; use the seconds below only to compare layouts with each other"
     for name, interval in (("step", step), ("peak", peak)):
         yield f"{name} {interval.low:.2f} to {interval.high:.2f} times as predicted, for {interval.basis}"
+    yield from filter(None, [_describe_margin(document.get("margin"))])
     yield from (str(SweepRecord(**record)) for record in scenario["records"])
+
+
+def _describe_margin(margin: JsonDocument | None) -> str:
+    """The line on the memory that is kept free; "" where none is, or where a user said how much."""
+    if margin is None or margin["is_asked"]:
+        return ""
+    if margin["fits_only_without"]:
+        return f"fits only without the margin, as with --max-memory 1.0: {margin['why']}"
+    share = margin["max_memory"]
+    if share == 1:
+        return ""
+    return f"at most {share:.0%} of a GPU's memory is filled, which {margin['why']}; --max-memory says otherwise"
 
 
 def _say_trained(scenario: JsonDocument) -> str:
@@ -273,6 +328,9 @@ def describe_scale(document: JsonDocument) -> Iterator[str]:
         cells = [[*row, *cost] for row, cost in zip(cells, _list_costs(document), strict=True)]
     yield from _describe_scenario(document, [row["num_gpus"] for row in rows])
     yield from ("", *align(cells, (">6", "<", ">18", ">12", ">8", ">12")))
+    tight = [str(row["num_gpus"]) for row in rows if row["layout"] and row["margin"]["fits_only_without"]]
+    if tight:
+        yield from ("", f"On {' and '.join(tight)} GPUs it fits only without the margin, as with --max-memory 1.0.")
 
 
 def _list_costs(document: JsonDocument) -> list[list[str]]:

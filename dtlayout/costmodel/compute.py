@@ -71,6 +71,8 @@ class BlockTime(NamedTuple):
     """ep's exchanges, a part of `forward_tp_s`."""
     frozen_s: float = 0.0
     """The part of matmuls with frozen weights in forward: backward has one matmul for each, not two."""
+    hidden_ep_s: float = 0.0
+    """ep's exchanges of forward and backward that another microbatch's computation hides."""
 
     @property
     def forward_only(self) -> "BlockTime":
@@ -175,6 +177,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         forward_cp_s=forward_cp_s,
         forward_ep_s=forward_ep_s,
         frozen_s=frozen_s,
+        hidden_ep_s=2 * ep_s - forward_ep_s - backward_ep_s,
     )
 
 

@@ -127,6 +127,8 @@ class Constants:
     """Share of a GPU's network bandwidth that a pipeline's message achieves."""
     overlap: float = _constant(0.8, 0.0, 1.0, "share")
     """Part of the computation behind which data-parallel communication can hide."""
+    overlap_slowdown: float = _constant(0.08, 0.0, 0.5, "share")
+    """Share of the communication hidden on the network by which the computation that hides it takes longer."""
     score_saved_bytes: float = _constant(6.6, 2.0, 12.0, "byte/score")
     """Kept for backward of each attention score by separate operations."""
     fused_score_saved_bytes: float = _constant(5.8, 2.0, 8.0, "byte/score")

@@ -180,6 +180,8 @@ class Features:
     """Values of `Layout.ep_dispatcher` that the program has, the usual one first."""
     frees_logits: bool = False
     """Whether the logits are freed before the gradient of a loss in plain PyTorch is computed."""
+    fuses_swiglu: bool = False
+    """Whether a gated activation is one kernel that keeps its two inputs for backward, and not silu(gate) too."""
     reports_reserved: bool = False
     """Whether the printed peak counts all bytes that the allocator has reserved, with fragments; else it counts the
     bytes that are allocated at once."""

@@ -281,7 +281,7 @@ class Estimator:
             return TimeEstimate(
                 compute=times * own.compute_s,
                 recompute=times * own.recompute_s,
-                tp=times * own.tp_s,
+                tp=times * own.tp_s + own.unpaired_s,
                 pp=times * own.pp_s,
                 bubble=max(0.0, pipeline.finished_s[rank] - busy_s),
                 dp=dp_s,

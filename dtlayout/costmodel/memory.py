@@ -288,7 +288,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     beside = {"rope": float(features.rope_saved_bytes)}
     if find_kernel(NormKernel, kernels.norm).is_eager:
         beside["norm"] = constants.norm_saved_bytes / 2
-    num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept
+    num_kept = 3 if features.fuses_swiglu else find_kernel(SwigluKernel, kernels.swiglu).num_kept
     held, sizes = constants.block_saved_bytes * h, format_sizes(scenario)._asdict()
     for entry in block_tape(model, TapeOptions(num_gated_kept=num_kept - 1, fullest=fullest_share(scenario, layout))):
         own = [each for each in entry.saves if each.format != "exact"]

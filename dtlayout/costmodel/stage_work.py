@@ -37,6 +37,8 @@ class StageWork(NamedTuple):
     """All of backward."""
     weight_s: float = 0.0
     """The gradients of weights, a part of backward that a schedule may put off."""
+    unpaired_s: float = 0.0
+    """Exchanges of tokens that no other microbatch hides, once a step: in the first forward and the last backward."""
 
     @classmethod
     def add(cls, stages: Iterable["StageWork"]) -> "StageWork":
@@ -123,6 +125,7 @@ class BlocksWork:
             forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
             backward_s=backward_s + backward_tp_s + recompute_s + host_backward_s + send_backward_s,
             weight_s=weight_s,
+            unpaired_s=blocks.hidden_ep_s,
         )
 
     def _host_s(self, stage: StageClass, num_differentiated: int) -> tuple[float, float]:

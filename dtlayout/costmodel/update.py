@@ -243,15 +243,21 @@ def _send_once(
 def _data_parallel_s(
     scenario: Scenario, layout: Layout, once: Update, m: int, forward_s: float, backward_s: float
 ) -> float:
-    """A step's reductions and gathers, as far as computation does not hide them.
+    """A step's reductions and gathers, as far as computation does not hide them, and what hiding them costs.
+
+    Kernels that send over the network take cores and bandwidth of memory from those that compute meanwhile. Within fast
+    links no such cost was found.
 
     Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
     under ZeRO-3, behind the backward, where they share the link with the reduction) that uses them.
     """
     reductions, hidden = count_reductions(scenario, layout, m), hidden_share(scenario)
+    is_on_network = layout.tp * count_state_shards(layout) > scenario.cluster.gpus_linked
+    cost = scenario.engine.constants.overlap_slowdown if is_on_network else 0.0
 
     def exposed_s(sending_s: float, computing_s: float) -> float:
-        return max(0.0, sending_s - hidden * computing_s)
+        hidden_s = min(sending_s, hidden * computing_s)
+        return sending_s - hidden_s + cost * hidden_s
 
     exposed = (reductions - 1) * exposed_s(once.reduce_s + once.recompute_s, backward_s)
     exposed += (m - reductions) * exposed_s(once.recompute_s, backward_s)

@@ -20,7 +20,16 @@ from dtlayout.planner.best_first import BestFirstSearch, Choice, GroupOf, Refine
 from dtlayout.planner.block_classes import Reason, StepMapping
 from dtlayout.planner.candidates import Candidates, MicrobatchCost
 from dtlayout.planner.peaks import Peaks
-from dtlayout.planner.ranking import MAX_SLOWDOWN, Dominance, LayoutKind, choose_best, is_dominated, no_dominance
+from dtlayout.planner.ranking import (
+    MAX_SLOWDOWN,
+    Dominance,
+    LayoutKind,
+    TimedLayout,
+    choose_best,
+    is_dominated,
+    no_dominance,
+)
+from dtlayout.planner.simplicity import without_idle_overlap
 from dtlayout.planner.space import Space
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -86,7 +95,7 @@ class Search:
         search = BestFirstSearch(self._candidates, self._serials, choice=Choice(name, value))
         self._open = search.run(self._open)
         best = choose_best(search.fitting, 1, self.estimator.capacity_bytes)
-        return self.estimator.estimate(best[0].layout, best[0].kernels) if best else None
+        return self._estimate(best[0]) if best else None
 
     @cached_property
     def _block_classes(self) -> tuple[list[SearchNode], Counter[Reason]]:
@@ -120,10 +129,16 @@ class Search:
         counts.update({"alike": num_alike, "slower": num_slower, "ranked": len(ranked)})
         counts["bounded"] -= num_alike + num_slower + len(ranked)
         return SearchResult(
-            ranked=tuple(self.estimator.estimate(timed.layout, timed.kernels) for timed in ranked),
+            ranked=tuple(map(self._estimate, ranked)),
             counts={reason: counts[reason] for reason in get_args(Reason)},
             allowed_bytes=self.allowed_bytes,
         )
+
+    def _estimate(self, timed: TimedLayout) -> Estimate:
+        layout = timed.layout
+        if "ep_overlap" not in self.space.fixed:
+            layout = without_idle_overlap(layout, self.space.scenario.batch)
+        return self.estimator.estimate(layout, timed.kernels)
 
     def has_room(self, estimate: Estimate) -> bool:
         """Whether the fullest rank of an estimate needs no more bytes than are allowed."""

@@ -10,6 +10,7 @@ from dtlayout.costmodel.parameter_groups import count_apart
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.counting import count_block_parameters
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.planner.margin import Margin, choose_margin
 from dtlayout.planner.peaks import Peaks, RankSizes
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
@@ -29,6 +30,8 @@ class ScaleRow(NamedTuple):
     """Estimate of the best layout; None if no layout is legal and fits."""
     efficiency: float | None
     """Tokens per second and GPU, as a share of those of the first row with a layout; None without a layout."""
+    margin: Margin
+    """Memory that was kept free."""
 
     @property
     def num_gpus(self) -> int:
@@ -36,16 +39,30 @@ class ScaleRow(NamedTuple):
         return self.scenario.cluster.num_gpus
 
 
-def scale(spaces: Sequence[Space], max_memory: float) -> list[ScaleRow]:
-    """The best layout of each space; the spaces differ in their number of GPUs alone."""
+def scale(spaces: Sequence[Space], max_memory: float | None) -> list[ScaleRow]:
+    """The best layout of each space; the spaces differ in their number of GPUs alone.
+
+    `max_memory` is the share of the capacity that may be filled; None for all but a margin, where anything fits so.
+    """
     rows: list[ScaleRow] = []
     first: float | None = None
     for space in spaces:
-        best = next(iter(Search(space, max_memory).run(top=1).ranked), None)
+        search, margin = find_fitting(space, max_memory)
+        best = next(iter(search.run(top=1).ranked), None)
         gpu_seconds = best.step_time_s * space.scenario.cluster.num_gpus if best else None
         first = first or gpu_seconds
-        rows.append(ScaleRow(space.scenario, best, first / gpu_seconds if first and gpu_seconds else None))
+        rows.append(ScaleRow(space.scenario, best, first / gpu_seconds if first and gpu_seconds else None, margin))
     return rows
+
+
+def find_fitting(space: Space, max_memory: float | None) -> tuple[Search, Margin]:
+    """A search with the share of the capacity that was asked for, or with the default margin; where nothing fits so,
+    without a margin."""
+    margin = choose_margin(space.scenario, max_memory)
+    search = Search(space, margin.max_memory)
+    if margin.is_asked or margin.max_memory == 1 or search.run_kinds(1).ranked:
+        return search, margin
+    return search.with_fixed(space.fixed, 1.0), margin.without()
 
 
 def find_smallest(make_space: Callable[[int], Space], gpus_per_node: int, max_memory: float) -> Space:

@@ -65,14 +65,15 @@ class StepTimes:
         return sorted([(self.bound_s + self.update_s(each), each) for each in self.candidate.least_bytes])
 
     def update_s(self, sharding: StateSharding, group_index: int = 0) -> float:
-        """Seconds of reduction and optimizer on the ranks of a group, by default the first, with a state sharding."""
-        updates, layouts, own_work = self._of_group(group_index)
-        return sum(update_times(self.estimator.scenario, layouts[sharding], updates[sharding], *own_work))
+        """Seconds of reduction and optimizer on the ranks of a group, by default the first, with a state sharding, and
+        those in which tokens are exchanged beside no other microbatch."""
+        updates, layouts, own_work, unpaired_s = self._of_group(group_index)
+        return unpaired_s + sum(update_times(self.estimator.scenario, layouts[sharding], updates[sharding], *own_work))
 
     def _find_of_group(
         self, group_index: int
-    ) -> tuple[dict[StateSharding, Update], dict[StateSharding, Layout], tuple[int, int, float, float]]:
-        """Updates of a group's ranks and layouts that have them, by state sharding; and the work of a rank.
+    ) -> tuple[dict[StateSharding, Update], dict[StateSharding, Layout], tuple[int, int, float, float], float]:
+        """Updates of a group's ranks and layouts that have them, by state sharding; the work of a rank; `unpaired_s`.
 
         The work is blocks, microbatches, and seconds of forward and of backward of one microbatch.
         """
@@ -83,7 +84,7 @@ class StepTimes:
         own_work = sum([c.num_layers for c in group.classes]), candidate.mapping.num_microbatches, forward_s, backward_s
         sizes = self.candidates.peaks.sizes(group.counts, degrees.tp, degrees.ep)
         updates = self.candidates.updates(degrees, sizes, group.has_head)
-        return updates, self.candidates.sharded_layouts(degrees), own_work
+        return updates, self.candidates.sharded_layouts(degrees), own_work, sum([w.unpaired_s for w in own])
 
     def step_s(self, sharding: StateSharding) -> float:
         """Exact step time with a state sharding, as `Estimator.time` says; the pipeline is simulated once for all."""

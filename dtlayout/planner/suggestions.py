@@ -31,8 +31,8 @@ _LEAST_GROWTH = 0.03
 """Fraction by which the slower network has to make the step longer to be worth a sentence."""
 _LEAST_GAIN = 0.01
 """Share of the step that another split or schedule has to save."""
-_HIDDEN = 0.02
-"""Share of the step up to which communication counts as hidden."""
+_HIDDEN = 0.05
+"""Share of the step up to which communication counts as hidden, with what it costs to hide it."""
 _LEAST_ROOM = 0.05
 """Share of the capacity that a peak should leave free: about the median error of predicted peaks."""
 LOOKED_AT = 5
@@ -41,12 +41,16 @@ _MORE_ROOM = 0.1
 """Share of the capacity that is left free instead, if a peak leaves less."""
 
 
-def list_remarks(search: Search, ranked: Sequence[Estimate]) -> Iterator[str]:
-    """All suggestions for a search, by the first `LOOKED_AT` of its best layouts; there is at least one."""
+def list_remarks(search: Search, ranked: Sequence[Estimate], *, has_room: bool = True) -> Iterator[str]:
+    """All suggestions for a search, by the first `LOOKED_AT` of its best layouts; there is at least one.
+
+    `has_room` is False where it is known that no layout leaves more memory free.
+    """
     ranked = ranked[:LOOKED_AT]
     yield from filter(None, (
         remark_on_axis(search, ranked[0]), remark_on_precision(search, ranked), remark_on_batch(search, ranked[0]),
-        remark_on_network(search, ranked[0]), remark_on_room(search, ranked), remark_on_split(search, ranked[0]),
+        remark_on_network(search, ranked[0]), has_room and remark_on_room(search, ranked),
+        remark_on_split(search, ranked[0]),
         remark_on_schedule(search, ranked[0]),
     ))  # fmt: skip
 

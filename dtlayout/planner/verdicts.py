@@ -18,6 +18,7 @@ from dtlayout.planner.neighbours import choose, list_choices
 from dtlayout.planner.ranking import TIE, to_percent
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import KERNEL_NAMES, Space
+from dtlayout.records.intervals import find_intervals
 from dtlayout.schedules.schedules import schedule_with
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
@@ -34,7 +35,7 @@ _LEAST_DIFFERENCE = 0.0005
 
 V = TypeVar("V")
 
-Judgement = Literal["not legal", "does not fit", "slower", "as fast", "faster"]
+Judgement = Literal["not legal", "does not fit", "too full", "slower", "as fast", "faster"]
 
 
 class Verdict(NamedTuple):
@@ -43,7 +44,8 @@ class Verdict(NamedTuple):
     layout: Layout
     kernels: Kernels
     outcome: Judgement
-    """Result of the comparison with another layout; a layout that does not fit may be faster."""
+    """Result of the comparison with another layout; a layout that does not fit may be faster, and so may one that is
+    too full: it needs more than the search allows, and no more than there is."""
     problems: tuple[str, ...]
     """Reasons, one line each; the first says most."""
     estimate: Estimate | None
@@ -56,11 +58,23 @@ def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> V
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
     found = search.estimator.estimate(layout, kernels)
     if not search.has_room(found):
-        return Verdict(layout, kernels, "does not fit", (describe_shortage(found, search.allowed_bytes),), found)
+        problems = [describe_shortage(found, search.allowed_bytes), *describe_doubt(search, found)]
+        return Verdict(layout, kernels, "too full" if found.fits else "does not fit", tuple(problems), found)
     change = found.step_time_s / best.step_time_s - 1
     text = describe_difference(best, found, least=TIE)
     outcome: Judgement = "as fast" if abs(change) <= TIE else "slower" if change > 0 else "faster"
     return Verdict(layout, kernels, outcome, (text,), found)
+
+
+def describe_doubt(search: Search, found: Estimate) -> list[str]:
+    """A line if a layout that does not fit may do so all the same: its peak is not predicted that exactly."""
+    if found.fits:
+        capacity = f"{found.capacity_bytes / GIB:.1f} GiB that there are"
+        return [f"it needs no more than the {capacity}; --max-memory 1.0 allows it"]
+    low = find_intervals(search.space.scenario).peak_memory.low
+    if low * found.needed_bytes > found.capacity_bytes:
+        return []
+    return [f"measured peaks were as low as {low:.2f} times the predicted ones, so it may fit all the same"]
 
 
 def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
@@ -120,6 +134,8 @@ def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:
     if abs(following.step_time_s / own.step_time_s - 1) > TIE:
         return describe_difference(following, own, f" than {place}")
     room = following.peak_bytes - own.peak_bytes
+    if room <= -0.01 * own.capacity_bytes and own.step_time_s > following.step_time_s:  # the simplest comes first
+        return f"as fast as {place} within {TIE:.1%}, if {-room / GIB:.1f} GiB fuller"
     if room <= -0.01 * own.capacity_bytes:  # which was too slow for a tie with the fastest that was left
         return f"{following.step_time_s / own.step_time_s - 1:.1%} faster than {place}, if {-room / GIB:.1f} GiB fuller"
     alike = f"as fast as {place} within {TIE:.1%}"

@@ -46,6 +46,8 @@ KINDS = {
 """Kind → its rows, in words."""
 SAME = ("engine", "gpu", "precision", "model")
 """Keys of `describe_scenario` whose values known rows share with the predicted scenario."""
+_NEAR = 0.75
+"""Share of pairs in their predicted order below which a difference is no reason to prefer the faster layout."""
 _RECORD = "the steps of the last sweep on these machines"
 
 
@@ -63,6 +65,8 @@ class Interval:
     """Number of those rows; None where the record does not say."""
     covered: float = COVERED
     """Share of those rows whose measured value lies inside."""
+    upper_quartile: float | None = None
+    """Multiple of the predicted value that three of four measured ones stay below; None where nobody has counted."""
 
     def around(self, predicted: float) -> tuple[float, float]:
         """The range of the measured value, in the unit of the predicted one."""
@@ -174,17 +178,20 @@ def _join(entries: Sequence[Mapping[str, Any]], facts: Mapping[str, str], ways: 
     """
     if not ways:
         if (entry := _find_entry(entries, KNOWN, facts)) is not None:
-            return Interval(entry["low"], entry["high"], KNOWN, KINDS[KNOWN].format_map(facts), entry["rows"])
+            like, quartile = KINDS[KNOWN].format_map(facts), entry.get("upper_quartile")
+            return Interval(entry["low"], entry["high"], KNOWN, like, entry["rows"], upper_quartile=quartile)
         ways = {NEW_GPU: 1}
     found = {kind: entry for kind in ways if (entry := _find_entry(entries, kind, facts))}
     if len(found) < len(ways):  # nothing is left to stand for it
         return None
+    quartiles = [entry["upper_quartile"] ** ways[kind] for kind, entry in found.items() if "upper_quartile" in entry]
     return Interval(
         low=min(entry["low"] ** ways[kind] for kind, entry in found.items()),
         high=max(entry["high"] ** ways[kind] for kind, entry in found.items()),
         kind=" and ".join(found),
         like=" and ".join(KINDS[kind] for kind in found),
         rows=sum(entry["rows"] for entry in found.values()),
+        upper_quartile=max(quartiles) if len(quartiles) == len(found) else None,
     )
 
 
@@ -206,11 +213,12 @@ def find_order(engine: str) -> list[PairOrder]:
     return [PairOrder(entry["least"], entry["pairs"], entry["right"]) for entry in wanted]
 
 
-def find_least_apart(orders: Sequence[PairOrder]) -> float:
-    """Least difference from which on nine of ten pairs came in their predicted order; infinite if there is none."""
+def find_least_apart(orders: Sequence[PairOrder], share: float = COVERED) -> float:
+    """Least difference from which on such a share of pairs, nine of ten, came in their predicted order; infinite if
+    there is none."""
     apart = inf
     for order in sorted(orders, key=lambda order: order.least, reverse=True):
-        if order.right < COVERED * order.pairs:
+        if order.right < share * order.pairs:
             break
         apart = order.least
     return apart
@@ -239,6 +247,13 @@ class Alike(NamedTuple):
             f"Places 1 to {self.places} cannot be told apart: layouts predicted within {within} of each other came in "
             f"the predicted order {share}."
         )
+
+
+def count_near(times_s: Sequence[float], engine: str) -> int:
+    """How many of the leading layouts, the fastest first, are so near to it that fewer than three of four such pairs
+    came in their predicted order: 1 where none is."""
+    apart = find_least_apart(find_order(engine), _NEAR)
+    return next((i for i, time_s in enumerate(times_s) if time_s / min(times_s) - 1 >= apart), len(times_s))
 
 
 def find_alike(times_s: Sequence[float], engine: str) -> Alike | None:

@@ -15,7 +15,7 @@ for them. Where whole groups are new, sites or GPU types, each group that was le
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from math import exp, log
 from typing import Any, NamedTuple
 
@@ -197,8 +197,9 @@ def to_intervals(found: AllLeftOut) -> dict[str, list[dict[str, Any]]]:
         for quantity in QUANTITIES:
             scored = [(p.ratios[quantity], group) for p, group in rows if quantity in p.ratios]
             if bounds := find_range(scored, _TAIL if kind == KNOWN else _TAIL_OF_GROUPS):
-                low, high = (float(f"{bound:.4g}") for bound in bounds)
-                tables[quantity].append({"kind": kind, **keys, "rows": len(scored), "low": low, "high": high})
+                named = {"low": bounds[0], "high": bounds[1], "upper_quartile": find_upper_quartile(scored)}
+                rounded = {name: float(f"{bound:.4g}") for name, bound in named.items()}
+                tables[quantity].append({"kind": kind, **keys, "rows": len(scored), **rounded})
 
     models = found.ways["model"].all_predictions if "model" in found.ways else []
     alike: dict[tuple[str, ...], list[tuple[Prediction, str]]] = {}
@@ -259,6 +260,19 @@ def find_range(rows: Sequence[tuple[float, str]], tail: float = _TAIL) -> tuple[
         high = max(abs(value) for value, _ in logs)
         low = -high
     return exp(low), exp(high)
+
+
+def find_upper_quartile(rows: Sequence[tuple[float, str]]) -> float:
+    """The ratio that three quarters of some ratios do not pass, from ratios with their groups, of which each counts as
+    much; at least one ratio.
+
+    >>> find_upper_quartile([(1.0, "a"), (1.1, "a"), (1.2, "a"), (1.3, "a"), (2.0, "b"), (2.0, "b")])
+    2.0
+    """
+    counts = Counter(group for _, group in rows)
+    ratios = sorted(rows)
+    shares = accumulate(1 / len(counts) / counts[group] for _, group in ratios)
+    return next(ratio for (ratio, _), share in zip(ratios, shares, strict=True) if share >= 0.75 - 1e-9)
 
 
 def _find_bound(weighted: Sequence[tuple[float, float]], tail: float) -> float | None:

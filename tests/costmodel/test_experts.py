@@ -129,6 +129,22 @@ def test_computing_another_microbatch_hides_what_is_exchanged():
     assert all_hidden.forward_tp_s == all_hidden.backward_tp_s == 0
 
 
+def test_of_one_microbatch_nothing_hides_what_is_exchanged():
+    """Of m microbatches, the first forward and the last backward have no other one beside them."""
+    layout = Layout(dp_shard=8, ep=8, micro_batch=8)
+    setting = scenario(EIGHT, overlap=1.0)
+    plain, hidden = (
+        [
+            estimate(replace(setting, batch=replace(setting.batch, global_batch=64 * m)), each, Kernels()).step_time_s
+            for m in (1, 4)
+        ]
+        for each in (layout, replace(layout, ep_overlap=True))
+    )
+    assert hidden[0] == pytest.approx(plain[0])
+    exchanged_s = 4 * 4 * block_ep_s(setting, layout)  # in four blocks, there and back, forward and backward
+    assert plain[1] - hidden[1] == pytest.approx(3 * exchanged_s / 2)
+
+
 def test_a_gpu_waits_for_routing_whatever_it_has_to_compute():
     """3 ms in each of the two blocks with experts, a third of it in forward; again where that is computed again."""
     setting, kernels = scenario(replace(EIGHT, dense_layers=2)), Kernels()

@@ -45,6 +45,7 @@ ROUND = Constants(
     tp_network_efficiency=0.5,
     tp_network_latency_s=20e-6,
     message_efficiency=0.5,
+    overlap_slowdown=0.0,
     experts_efficiency=1.0,
     routing_wait_s=0.0,
     expert_wait_s=0.0,
