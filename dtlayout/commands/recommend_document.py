@@ -95,7 +95,8 @@ def _compare_usual(search: Search, best: Estimate) -> dict[str, Any] | None:
         return None
     recipe, estimate = usual
     slower = estimate.step_time_s / best.step_time_s - 1
-    doubt = slower > GREAT_GAIN and verdicts.describe_difference(estimate, best)
+    is_own = recipe.program == search.space.scenario.engine.name  # other programs have other habits
+    doubt = is_own and slower > GREAT_GAIN and verdicts.describe_difference(estimate, best)
     return {
         "who": recipe.who, "where": recipe.where, "model": recipe.model, "program": recipe.program,
         "layout": _to_layout(search.space.scenario, estimate), "slower_than_best": slower,
