@@ -4,6 +4,7 @@ The first rank hears every rank's results, the others only whether all went well
 which a host that trains at the same time should not do for nothing.
 """
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dtlayout.base.errors import CheckpointError
 
@@ -64,6 +65,8 @@ class RepeatedPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self._is_agreed = False
+        self.use: Callable[[Tensor], None] = lambda tensor: None
+        """Called with each tensor before it is written."""
 
     def plan_writes(
         self, tensors: Mapping[str, Tensor], writer: dcp.FileSystemWriter, path: Path, group: dist.ProcessGroup | None
@@ -83,6 +86,12 @@ class RepeatedPlanner(DefaultSavePlanner):
         dist.scatter_object_list(own, parts[0] if is_first else None, group=group, group_src=0)
         self.finish_plan(own[0])
         self._is_agreed = True
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        found = super().resolve_data(write_item)
+        if isinstance(found, Tensor):
+            self.use(found)
+        return found
 
     def _share_out(self, plans: list[SavePlan], writer: dcp.FileSystemWriter) -> list[SavePlan]:
         parts, _ = self.create_global_plan(plans)

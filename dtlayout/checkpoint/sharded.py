@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout.base import toml
@@ -291,10 +291,12 @@ def load_checkpoint(
     settings: Optimizer,
     *,
     group: dist.ProcessGroup | None = None,
+    use: Callable[[Tensor], None] = lambda tensor: None,
 ) -> int:
     """Load parameters and optimizer state in place, whatever layout saved them; the number of steps that they saw.
 
-    Where the checkpoint holds weights alone, the optimizer stays as it is.
+    Where the checkpoint holds weights alone, the optimizer stays as it is. `use` is called with each tensor before it
+    is filled, and before it is compared with its copies.
 
     Ranks agree over `group`, as in `save_checkpoint`. CheckpointError if the checkpoint is of another model or
     optimizer, or cannot be read; what else goes wrong, such as a rank that is gone, is no fault of the checkpoint.
@@ -318,18 +320,42 @@ def load_checkpoint(
         fill_state(optimizer, modules, model, settings)
         set_updates(optimizer, step)  # what there was before stays where it lies, perhaps in files
     kept = settings if has_state else None
-    _load_state(path, list(_name_state(modules, optimizer, model, kept)), group)
+    _load_state(path, list(_name_state(modules, optimizer, model, kept)), group, use)
     kinds = ("parameters", *(_list_kinds(settings) if has_state else ()))
     tied = [f"{kind}.{name}" for kind in kinds for name in model.aliases.values()]
-    check_equal_parts(_name_state(modules, optimizer, model, kept), tied, path, group)
+    check_equal_parts(_announce(_name_state(modules, optimizer, model, kept), use), tied, path, group)
     return step
 
 
-def _load_state(path: Path, named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> None:
+def _announce(named: Iterable[tuple[str, Tensor]], use: Callable[[Tensor], None]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named:
+        use(tensor)
+        yield name, tensor
+
+
+class _FollowedPlanner(DefaultLoadPlanner):
+    """Plans a load that calls `use` with each tensor before it is filled."""
+
+    def __init__(self, use: Callable[[Tensor], None]):
+        super().__init__()
+        self._use = use
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        self._use(tensor := super().resolve_tensor(read_item))
+        return tensor
+
+
+def _load_state(
+    path: Path,
+    named: Sequence[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None,
+    use: Callable[[Tensor], None],
+) -> None:
     """Fill tensors by their names, from all ranks at once: those of one name with the same."""
     tensors = _take_first(named)
     try:
-        dcp.load(tensors, storage_reader=Reader(path / "tensors"), process_group=group)
+        reader, planner = Reader(path / "tensors"), _FollowedPlanner(use)
+        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group)
     except UNREADABLE as error:  # and not a rank that is gone, which is no reason against another start
         raise _unreadable(path, error) from error
     for name, tensor in named:

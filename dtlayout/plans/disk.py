@@ -15,7 +15,7 @@ is read. Gradients stay in the host's memory.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtlayout.base.files import expand
 from dtlayout.base.mapped_file import PAGE, MappedFile
+from dtlayout.mesh.parts import local_part
 from dtlayout.plans.init import allocate
 
 FOLDER_KEY = "layout.offload_folder"
@@ -41,6 +42,8 @@ class DiskUnit:
         self.group = group
         self.files: list[MappedFile] = []
         """The parameters' file, and the state's if there is any; empty where nothing lies on a disk."""
+        self.addresses: set[int] = set()
+        """Where the storages of tensors in these files begin."""
         self._first_trained = 0
 
     @property
@@ -81,12 +84,14 @@ class DiskUnit:
             end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         file = MappedFile(folder, max(end, 1), FOLDER_KEY)
         self.files.append(file)
-        return [
+        mapped = [
             torch.frombuffer(file.memory, dtype=dtype, count=prod(shape), offset=offset).view(tuple(shape))
             if prod(shape)
             else torch.empty(tuple(shape), dtype=dtype)
             for (shape, dtype), offset in zip(sizes, offsets, strict=True)
-        ], first
+        ]
+        self.addresses |= {each.untyped_storage().data_ptr() for each in mapped if each.numel()}
+        return mapped, first
 
     def fetch_parameters(self) -> None:
         """Read all parameters into memory."""
@@ -152,6 +157,24 @@ class DiskState:
         """Drop all pages that are written, such as those that a checkpoint was written from."""
         for unit in self.units:
             unit.drop()
+
+    def follow(self, leave: Callable[[DiskUnit], None]) -> Callable[[Tensor], None]:
+        """A function to be told each tensor of the state, in whole or in part, that somebody is about to use.
+
+        It calls `leave` with a unit when the tensor is another unit's, so that a pass over the state, such as a
+        checkpoint's, has one unit in memory.
+        """
+        owners = {address: unit for unit in self.units for address in unit.addresses}
+        last: DiskUnit | None = None
+
+        def use(tensor: Tensor) -> None:
+            nonlocal last
+            unit = owners.get(local_part(tensor).untyped_storage().data_ptr())
+            if last is not None and last is not unit:
+                leave(last)
+            last = unit
+
+        return use
 
     def each_update(self, numbers: Sequence[int]) -> Iterator[int]:
         """The numbers of the units, each when it may be updated.

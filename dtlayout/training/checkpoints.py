@@ -22,7 +22,7 @@ from dtlayout.config.config import Config
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.beside import KEPT
 from dtlayout.models.peft import find_export_notes
-from dtlayout.plans.disk import DiskState
+from dtlayout.plans.disk import DiskState, DiskUnit
 from dtlayout.training.watchdog import SPARE_S, Watchdog
 
 SPIKES = "spikes"
@@ -79,15 +79,20 @@ class Checkpoints:
         """
         self.modules, self.optimizer, self.disk = modules, optimizer, disk
         self.copies = HeldState(optimizer, self._hold_update) if disk else HostCopies(optimizer, device_type)
+        if disk:
+            self.planner.use = disk.follow(DiskUnit.drop)
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Fill the state from the newest checkpoint; the steps that it has done, and the `origin` saved with it."""
         assert self.newest is not None, "somebody asked whether there is one"
         self.watch.at("loading a checkpoint", is_long=True)
         model, settings = self.config.model, self.config.optimizer
-        done = load_checkpoint(self.newest, self.modules, self.optimizer, model, settings, group=self.host)
         if self.disk:
+            use = self.disk.follow(DiskUnit.write_out)
+            done = load_checkpoint(self.newest, self.modules, self.optimizer, model, settings, group=self.host, use=use)
             self.disk.settle()
+        else:
+            done = load_checkpoint(self.newest, self.modules, self.optimizer, model, settings, group=self.host)
         check_steps_left(self.newest, done, self.config.train.steps)
         self.say(f"resumed from {self.newest} after {plural(done, 'step')}")
         self.saved = done
