@@ -43,7 +43,7 @@ class DiskUnit:
         self.files: list[MappedFile] = []
         """The parameters' file, and the state's if there is any; empty where nothing lies on a disk."""
         self.addresses: set[int] = set()
-        """Where the storages of tensors in these files begin."""
+        """Addresses at which the storages of tensors in these files begin."""
         self._first_trained = 0
 
     @property

@@ -60,6 +60,10 @@ STEPS = [
     Layout(pp=2, dp_replicate=2, dp_shard=2, schedule="zb-h1", zero=3, recompute="selective"),
     Layout(pp=4, dp_shard=2, schedule="v-min", virtual_stages=2, zero=2, sequence_parallel=False, tp=2),
 ]
+ON_DISK = [
+    Layout(pp=2, dp_shard=2, zero=3, recompute="full", offload="disk"),
+    Layout(dp_replicate=2, dp_shard=2, cp=2, micro_batch=2, recompute="keep-matmuls", offload="disk"),
+]
 LORA, IA3 = Adapter(), Adapter(method="ia3")
 ADAPTED = [
     (Layout(dp_shard=2, tp=2, zero=3, recompute="selective", offload="both"), LORA),
@@ -77,7 +81,12 @@ SCALED = [
 
 @pytest.mark.parametrize(
     ("layout", "adapter", "matmuls"),
-    [*((layout, None, "compute") for layout in STEPS), *((*each, "compute") for each in ADAPTED), *SCALED],
+    [
+        *((layout, None, "compute") for layout in STEPS),
+        *(thorough((layout, None, "compute")) for layout in ON_DISK),
+        *((*each, "compute") for each in ADAPTED),
+        *SCALED,
+    ],
     ids=str,
 )
 def test_each_action_of_a_step_holds_what_the_formula_says(

@@ -282,8 +282,8 @@ def refusals_of_unequal(
             if dist.get_rank() == rank:
                 find_place(tensor.detach())[0].view(torch.int32).view(-1)[-1] ^= 1
 
-    def load_and_spoil(path: Path, named: list[tuple[str, Tensor]], group: Any) -> None:
-        load_state(path, named, group)
+    def load_and_spoil(path: Path, named: list[tuple[str, Tensor]], *others: Any) -> None:
+        load_state(path, named, *others)
         for name, tensor in reversed(named):
             spoil(name, tensor)
 
