@@ -23,23 +23,14 @@ sys.stdin.read()
 """
 
 
-<<<<<<< HEAD
-def count_resident(folder) -> int:
-    """Bytes of this process's mappings of files in a folder that were deleted, which are in its memory."""
-=======
 def count_resident(folder: Path) -> int:
     """Bytes in memory of this process's mappings of files without a name that lie in a folder."""
->>>>>>> wt-disk2
     with open("/proc/self/smaps", encoding="utf-8") as maps:
         lines = maps.read().splitlines()
     found, is_ours = 0, False
     for line in lines:
         if "-" in line.split()[0]:
-<<<<<<< HEAD
-            is_ours = line.endswith("(deleted)") and str(folder) in line
-=======
             is_ours = str(folder) in line and line.endswith("(deleted)")
->>>>>>> wt-disk2
         elif is_ours and line.startswith("Rss:"):
             found += int(line.split()[1]) * 1024
     return found
