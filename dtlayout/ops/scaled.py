@@ -85,7 +85,7 @@ def multiply_rowwise(x: Tensor, weight: Tensor, bias: Tensor | None = None, dela
     return output if bias is None else output + bias
 
 
-class Recipe(NamedTuple):
+class CastRecipe(NamedTuple):
     """The matmuls of a linear layer by itself, of matrices as they come; each finds all scales that it needs."""
 
     output: Callable[[Tensor, Tensor], Tensor]
@@ -242,9 +242,9 @@ def _differentiate_weight_of_whole(gradient_TN: Tensor, x_TD: Tensor) -> Tensor:
     return _differentiate_tensorwise(gradient_TN, of_gradient, x_TD, of_x)
 
 
-TENSORWISE = Recipe(_multiply_whole, _differentiate_whole, _differentiate_weight_of_whole)
+TENSORWISE = CastRecipe(_multiply_whole, _differentiate_whole, _differentiate_weight_of_whole)
 """`multiply_tensorwise` and its gradients, where no scale is shared."""
-ROWWISE = Recipe(_multiply_rows, _differentiate_rows, _differentiate_weight_of_rows)
+ROWWISE = CastRecipe(_multiply_rows, _differentiate_rows, _differentiate_weight_of_rows)
 """`multiply_rowwise` and its gradients."""
 RECIPES = {"fp8-tensorwise": TENSORWISE, "fp8-rowwise": ROWWISE}
 """Name in `precision.matmuls` → matmuls."""

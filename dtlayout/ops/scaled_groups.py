@@ -21,7 +21,7 @@ from dtlayout.ops.scaled import RECIPES
 # An operator, so that torch.compile does not look for the ends, and recomputation can keep a result by its name.
 @composite("dtlayout::scaled_grouped_mm")
 def _multiply_in_loop(left: Tensor, right: Tensor, ends: Tensor, recipe: str, makes: str) -> Tensor:
-    """`ops.grouped`'s loop in a format of `RECIPES`; `makes` is the field of `Recipe` that multiplies.
+    """`ops.grouped`'s loop in a format of `RECIPES`; `makes` is the field of `CastRecipe` that multiplies.
 
     For the output x [R, D] times weights [E, D, N], for the input's gradient that of the output [R, N] times weights
     [E, N, D], for the weight's the gradient of the output [N, R] times x [R, D].

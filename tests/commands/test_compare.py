@@ -106,7 +106,7 @@ def test_what_is_no_layout_is_refused(capsys, other, problem):
 def test_data_parallelism_that_is_not_named_takes_up_the_gpus_of_the_first(capsys, tmp_path):
     best = tmp_path / "best.toml"
     question = ["--model", "llama-7b", "--gpu", "a100-80g-sxm", "--gpus", "16", "--seq-len", "2048"]
-    assert main(["recommend", *question, "--global-batch", "128", "--emit", str(best)]) == 0
+    assert main(["recommend", *question, "--global-batch", "128", "--fix", "dp16", "--emit", str(best)]) == 0
     capsys.readouterr()
     first, wide, deep, named = ask(capsys, str(best), "tp=2", "pp=4,micro_batch=2", "dp4·tp2")
     assert first["layout"]["dp_shard"] == 16 and wide["layout"]["dp_shard"] == 8 and deep["layout"]["dp_shard"] == 4
