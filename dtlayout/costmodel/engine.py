@@ -88,8 +88,7 @@ class Engine:
 
     def assumptions(self, precision: Precision) -> dict[str, tuple[str, str]]:
         """Assumptions of a prediction beside layout and kernels: name → value and what it is, in words."""
-        gradients = next(name for name, size in BYTES.items() if size == self.features.gradient_bytes)
-        gradients = precision.reduce if self.features.sharding == "fsdp2" else gradients
+        gradients = precision.reduce if self.features.sharding == "fsdp2" else self.features.gradients
         said = {"precision.reduce": (gradients, "the format in which gradients are added up and reduced")}
         values = {name: getattr(self.features, name) for name in CHOICES}
         return said | {name: (CHOICES[name].word(value), CHOICES[name].meaning) for name, value in values.items()}

@@ -106,27 +106,27 @@ class Features:
     """Number of input gradients that are summed over tp in a block's backward: at least one for attention and one for
     the FFN."""
     fuses_qkv: bool = True
-    """Whether one matmul computes queries, keys and values."""
+    """True if one matmul computes queries, keys and values."""
     regathers_inputs: bool = True
-    """Whether sequence parallelism keeps the outputs of norms sharded and gathers them again in backward."""
+    """True if sequence parallelism keeps the outputs of norms sharded and gathers them again in backward."""
     sums_embedding: bool = False
-    """Whether each tp rank has a gradient of all rows of the embedding until gradients are summed, as with DTensor's
+    """True if each tp rank has a gradient of all rows of the embedding until gradients are summed, as with DTensor's
     style; else the rank has a gradient of its own rows."""
     dtensor_activations: bool = False
-    """Whether tp computes on DTensors; else it computes on plain tensors. DTensors add up two gradients in a third
+    """True if tp computes on DTensors; else it computes on plain tensors. DTensors add up two gradients in a third
     tensor, and copy even a single sequence where it is gathered or scattered."""
     scatters_messages: bool = False
-    """Whether each tp rank sends only 1/tp of the hidden states to the next stage."""
+    """True if each tp rank sends only 1/tp of the hidden states to the next stage."""
     overlap_dp: bool = True
-    """Whether gradients are reduced and parameters are gathered while the GPU computes."""
+    """True if gradients are reduced and parameters are gathered while the GPU computes."""
     overlap_pp: bool = True
-    """Whether a stage computes on while its message is sent."""
+    """True if a stage computes on while its message is sent."""
     cuda_graphs: Literal["none", "attention", "full"] = "none"
     """Kernels that the host starts all at once: none, those of a block's attention and router, or a whole step's."""
     choices: tuple[str, ...] = ()
     """Features that a run can be told otherwise, of `CHOICES`."""
     runs_ahead: bool = False
-    """Whether the host starts the collectives of tp long before the GPU gets to them; their buffers are held
+    """True if the host starts the collectives of tp long before the GPU gets to them; their buffers are held
     meanwhile."""
     axes: tuple[str, ...] = ("tp", "pp")
     """Axes that the program has beside data parallelism: tp, pp, cp and ep; also tp_overlap and ep_overlap, if it can
@@ -140,20 +140,20 @@ class Features:
     matmuls: tuple[str, ...] = ()
     """Formats below bf16 in which its linear layers multiply, as in `Precision.matmuls`."""
     keeps_cast_inputs: bool = False
-    """Whether a linear layer that multiplies in such a format keeps its input for backward as it was cast. Transformer
+    """True if a linear layer that multiplies in such a format keeps its input for backward as it was cast. Transformer
     Engine's layers do, unless told `save_original_input`. torchao's keep the original (`input_hp` in float8_linear.py),
     and cast it again in backward."""
     gathers_cast: tuple[Literal["activations", "weights"], ...] = ("activations", "weights")
     """Tensors that are cast to such a format before they are gathered, and so travel in its bytes: activations by
     sequence parallelism, weights by sharded data parallelism."""
     casts_itself: bool = False
-    """Whether such linear layers are those of ops/scaled.py, of which every tensor is known. Layers with a side that
+    """True if such linear layers are those of ops/scaled.py, of which every tensor is known. Layers with a side that
     `ALIGNMENT` does not divide stay in the compute format; other programs are predicted as if they took any."""
     untrained: tuple[str, ...] = ()
     """Keys of [model] that the program cannot train at other values than their defaults, although it is predicted with
     them. Only a check of a run refuses them."""
     always_sequence_parallel: bool = False
-    """Whether tensor parallelism always shards the sequence too."""
+    """True if tensor parallelism always shards the sequence too."""
     data_parallel: tuple[str, ...] = DATA_PARALLEL
     """Kinds of data parallelism that the program has, of `DATA_PARALLEL`."""
     highest_zero: Literal[1, 2, 3] = 3
@@ -166,7 +166,7 @@ class Features:
     """Kinds of recomputation that the program has; every-N stands for any N. Where none is named, `checkpointing` says
     them."""
     even_stages: bool = False
-    """Whether all stages have as many blocks; the embedding, the head or both may count as a block."""
+    """True if all stages have as many blocks; the embedding, the head or both may count as a block."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """Function that recomputes. torch: torch.utils.checkpoint, which stops once backward has its inputs, and can keep
     any operation. megatron: a function that runs all of a block's forward, and whose selective recomputation covers
@@ -179,11 +179,11 @@ class Features:
     ep_dispatchers: tuple[str, ...] = ("alltoall",)
     """Values of `Layout.ep_dispatcher` that the program has, the usual one first."""
     frees_logits: bool = False
-    """Whether the logits are freed before the gradient of a loss in plain PyTorch is computed."""
+    """True if the logits are freed before the gradient of a loss in plain PyTorch is computed."""
     fuses_swiglu: bool = False
-    """Whether a gated activation is one kernel that keeps its two inputs for backward, and not silu(gate) too."""
+    """True if a gated activation is one kernel that keeps its two inputs for backward, and not silu(gate) too."""
     reports_reserved: bool = False
-    """Whether the printed peak counts all bytes that the allocator has reserved, with fragments; else it counts the
+    """True if the printed peak counts all bytes that the allocator has reserved, with fragments; else it counts the
     bytes that are allocated at once."""
     rope_saved_bytes: int = 0
     """Bytes that the rotary embedding keeps for each token and unit of width, beside q, k and v as attention gets
@@ -215,8 +215,13 @@ class Features:
         """
         if self.sharding == "fsdp2":
             return {}
-        usual = next(name for name, size in BYTES.items() if size == self.gradient_bytes)
-        return {"params": ("float32",), "compute": ("bfloat16", "float16"), "reduce": (usual, *self.other_reduces)}
+        reduces = (self.gradients, *self.other_reduces)
+        return {"params": ("float32",), "compute": ("bfloat16", "float16"), "reduce": reduces}
+
+    @property
+    def gradients(self) -> str:
+        """Format of `gradient_bytes`."""
+        return next(name for name, size in BYTES.items() if size == self.gradient_bytes)
 
     def find_untrained(self, model: ModelShape) -> list[tuple[str, Any, Any]]:
         """Key, value and default of each key of [model] that the program is predicted with, but cannot train."""
@@ -257,21 +262,21 @@ class Defaults:
     micro_batch: int | None = None
     """Sequences of a micro-batch."""
     fills_pipeline_once: bool = False
-    """Whether a pipeline gets as many microbatches as it has ranks; then `micro_batch` does not count."""
+    """True if a pipeline gets as many microbatches as it has ranks; then `micro_batch` does not count."""
     zero: Literal[1, 2, 3] | None = None
     """Stage of ZeRO."""
     recompute: str | None = None
     """Kind of recomputation, as in `layout.recompute`."""
     sequence_parallel: bool | None = None
-    """Whether sequence parallelism is on beside tensor parallelism."""
+    """True if sequence parallelism is on beside tensor parallelism."""
     tp_overlap: bool | None = None
-    """Whether dense models' messages of tp are sent in pieces beside matmuls, under sequence parallelism."""
+    """True if dense models' messages of tp are sent in pieces beside matmuls, under sequence parallelism."""
     params: str | None = None
     """Format of the master parameters, where runs are not as the program is by default."""
     gradients: str | None = None
     """Format in which gradients are added up and reduced, where runs are not as the program is by default."""
     fuses_norms: bool = False
-    """Whether a norm is one kernel, even where a run does not call it fused."""
+    """True if a norm is one kernel, even where a run does not call it fused."""
     kernels: Kernels = field(default_factory=Kernels)
     """Kernels of the program. Its attention here also stands for a run's flash attention of any version."""
 

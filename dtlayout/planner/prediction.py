@@ -5,7 +5,6 @@ same refusal, without communication.
 """
 
 from dtlayout.base.errors import InvalidLayout
-from dtlayout.base.files import expand
 from dtlayout.base.formatting import GIB, choose_unit, format_bytes, plural, three_digits
 from dtlayout.base.mapped_file import find_free_bytes
 from dtlayout.config.config import Config
@@ -93,7 +92,7 @@ def refuse_full_disk(config: Config, layout: Layout, gpu: Gpu | None, num_ranks:
     `train.force` lets all pass. InvalidConfig if there is no such folder."""
     if not layout.has_state_on_disk:
         return
-    folder = str(expand(layout.offload_folder))
+    folder = layout.offload_folder
     free_bytes = find_free_bytes(folder, "layout.offload_folder")
     predicted = predict(config, layout, gpu)
     if predicted is None or config.train.force:

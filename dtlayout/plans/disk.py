@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from dtlayout.base.files import expand
 from dtlayout.base.mapped_file import PAGE, MappedFile
 from dtlayout.mesh.parts import local_part
 from dtlayout.plans.init import allocate
@@ -122,7 +121,7 @@ class DiskState:
         tensors stay where they are, and everything else is done all the same."""
         groups = [fully_shard.state(unit)._fsdp_param_group for unit in units]  # type: ignore[attr-defined]
         self.units = [DiskUnit(group) for group in groups if group is not None]
-        self.folder = str(expand(folder)) if folder else ""
+        self.folder = folder
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("read", "write"))
         self._gathered = -1, -1
         """The last two units that were gathered."""

@@ -114,7 +114,7 @@ def leave_gpus_out(runs: Sequence[Run], progress: Progress = lambda line: None) 
 
 def leave_sites_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> HeldOutErrors:
     """Predictions for an engine's runs of each site by constants that were fitted to those of its other sites."""
-    return _leave_groups_out(runs, lambda run: run.site or run.table.partition("/")[0], progress)
+    return _leave_groups_out(runs, lambda run: run.site, progress)
 
 
 def leave_nodes_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> HeldOutErrors:

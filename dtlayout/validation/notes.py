@@ -57,7 +57,7 @@ def read_note(note: str) -> dict[str, Any]:
     """Column → value, for each column that a note speaks of.
 
     >>> read_note("dispatcher deepep; no async TP")
-    {'tp_overlap': False, 'ep_dispatcher': 'deepep'}
+    {'ep_dispatcher': 'deepep', 'tp_overlap': False}
     """
     cells: dict[str, Any] = {}
     for found in _find(note):

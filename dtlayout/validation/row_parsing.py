@@ -17,10 +17,9 @@ from dtlayout.validation.columns import KERNEL_COLUMNS, KERNELS, Cells
 from dtlayout.validation.notes import read_note
 
 PRECISIONS = {
-    "bf16": Precision(), "fp16": Precision(compute="float16"),
-    **{name: Precision(matmuls=name) for name in MATMUL_FORMATS},
+    "bf16": {}, "fp16": {"compute": "float16"}, **{name: {"matmuls": name} for name in MATMUL_FORMATS},
 }  # fmt: skip
-"""A table's word for the format of matmuls → ours."""
+"""A table's word for the format of matmuls → the keys of `Precision` that it sets."""
 LATENT = ("query_rank", "kv_rank", "rope_width", "value_width")
 """Columns of latent attention."""
 _SCHEDULES = {"interleaved": "interleaved-1f1b", "zero-bubble": "zb-h1", "zbv": "zb-v"}
@@ -73,8 +72,7 @@ def to_kernels(cells: Cells) -> Kernels:
 def to_engine(cells: Cells) -> tuple[Engine, Precision]:
     """The engine of a row, told what the row says of it, and its formats."""
     told = {name: cells[name] for name in CHOICES if cells[name]}
-    precision = PRECISIONS[cells["precision"]]
-    asked = {name: value for name, value in vars(precision).items() if value != getattr(Precision(), name)}
+    asked = dict(PRECISIONS[cells["precision"]])
     if cells["gradients"]:
         asked["reduce"] = cells["gradients"]
     if usual := find_usual(cells["engine"]).params:

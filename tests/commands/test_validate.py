@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engines import forget_engines
 from tiny import ROOT
 
 from benchmarks.validate import explain_row
 from dtlayout.base import toml
 from dtlayout.base.formatting import GIB
 from dtlayout.cli import main
-from dtlayout.costmodel import engine
 from dtlayout.costmodel.engine import find_engine, register_engine
 from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.validation import fit
@@ -319,7 +319,7 @@ def sharing_engine(tmp_path: Path):
     )
     register_engine(file)
     yield "sharing"
-    engine._read_engines.cache_clear()
+    forget_engines()
 
 
 def test_constants_of_all_gpu_types_and_of_one_are_printed_apart(sharing_engine, tmp_path, capsys):

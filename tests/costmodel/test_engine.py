@@ -5,10 +5,10 @@ from importlib.resources import files
 from itertools import pairwise
 
 import pytest
+from engines import forget_engines
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.costmodel import engine
 from dtlayout.costmodel.engine import (
     ANY_GPU,
     find_engine,
@@ -37,15 +37,11 @@ def install(tmp_path, monkeypatch):
         (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
         (tmp_path / "constants" / "achieved.toml").write_text(achieved, encoding="utf-8")
         monkeypatch.setattr(toml, "__file__", str(tmp_path / "base/toml.py"))
-        clear()
-
-    def clear() -> None:
-        for read in (engine._engine_tables, engine._read_engines, engine._achieved_on):
-            read.cache_clear()
+        forget_engines()
 
     yield write
     monkeypatch.undo()
-    clear()
+    forget_engines()
 
 
 def problems_of(name: str = "mine") -> list[str]:
@@ -246,8 +242,7 @@ def register(tmp_path):
         register_engine(tmp_path / "mine.toml")
 
     yield write
-    for tables in (engine._engine_tables(), engine._read_engines()):
-        tables.pop("mine", None)
+    forget_engines()
 
 
 def test_an_engine_like_another_has_what_that_one_has_where_it_names_nothing(register):

@@ -58,8 +58,9 @@ def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(lion, tmp_path,
     (mine,), (adamw,) = ours["layouts"], theirs["layouts"]
     assert mine["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 2 / 16, rel=1e-3)
     assert adamw["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 8 / 16, rel=1e-3)
+    around = 12 + 10 + 10  # bytes a parameter of casts and the norm, of weights cast back, and of one sum of gradients
     assert mine["time"]["optimizer"] / adamw["time"]["optimizer"] == pytest.approx(
-        (12 + 10 + 16 / 16) / (12 + 10 + 28 / 16)
+        (around + 16 / 16) / (around + 28 / 16)
     )
     assert load_config(emitted).optimizer == lion.Lion()
 

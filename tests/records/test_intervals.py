@@ -113,11 +113,12 @@ def test_every_engine_has_intervals_on_every_gpu_type(gpu):
 
 
 def test_the_shipped_intervals_are_of_known_kinds_and_hold_all_quantities():
-    errors = read_errors()
+    errors, bounds = read_errors(), ("low", "upper_quartile", "high")
     assert errors.keys() == {"source", "order", "seen", *QUANTITIES}
     for quantity in QUANTITIES:
         for found in errors[quantity]:
-            keys = found.keys() - {"kind", "rows", "low", "high"}
+            keys = found.keys() - {"kind", "rows", *bounds}
+            assert 0 < found["low"] <= found["upper_quartile"] <= found["high"]
             assert keys == {*SAME} if found["kind"] == KNOWN else keys <= {"engine", "model"}
         assert {found["kind"] for found in errors[quantity]} == set(KINDS)
     assert all(row.keys() == {*SAME, "site", "nodes"} for row in errors["seen"])

@@ -90,6 +90,7 @@ def test_kinds_of_rows_have_their_own_ranges_and_say_how_many_they_are():
     assert found["step_time"][0] == {
         "kind": "known", "engine": "megatron", "gpu": "a100-80g-sxm", "precision": "bfloat16",
         "model": "dense models", "rows": 10, "low": pytest.approx(1 / 1.1, abs=1e-4), "high": 1.1,
+        "upper_quartile": 1.1,
     }  # fmt: skip
     assert {entry["low"] for entry in found["peak_memory"]} == {0.8}
     few = to_intervals(left_out(model={"m": models[:8]}, **everything))
