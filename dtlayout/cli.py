@@ -32,6 +32,7 @@ STAGES = {
     "Does it fit?": {
         "check": "Say whether a config can train on so many ranks, and what it would do and need.",
         "dryrun": "Build and step the trainer as ranks of a cluster that is not there: what they hold and send.",
+        "trace": "Read what a model computes off its own code, for any decoder that transformers builds.",
     },
     "Train": {
         "config": "Show every key of a config, with its type, its default and what it means.",

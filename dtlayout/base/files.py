@@ -26,6 +26,11 @@ def expand(text: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def find_cache() -> Path:
+    """The user's folder for what can be made again: $XDG_CACHE_HOME/dtlayout, by default ~/.cache/dtlayout."""
+    return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dtlayout"
+
+
 def find_path_problem(text: str) -> str:
     """Reason why a text cannot be a path on any disk; empty if it can."""
     if "\0" in text:

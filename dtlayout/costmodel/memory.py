@@ -215,7 +215,7 @@ def _count_local_parameters(model: ModelShape, tp: int) -> tuple[float, float, f
         return sum(weight.numel if weight.split is None else weight.numel / tp for weight in own)
 
     d = describe(model)
-    return count(*d.block_weights), count(d.embedding), count(*d.final_norm.weights), count(d.head)
+    return count(*d.block_weights), count(*d.before_blocks), count(*d.after_blocks), count(d.head)
 
 
 @lru_cache(maxsize=256)

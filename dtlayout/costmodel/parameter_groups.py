@@ -96,8 +96,8 @@ def count_apart(
     has_scales, scaled = gathers_scaled(precision), 0.0
     described = describe(model)
     has_own_head = stage.head and not (model.tied_embeddings and stage.embedding)
-    counted = [(weight, 1) for weight in (described.embedding,) * stage.embedding]
-    counted += [(weight, 1) for weight in described.final_norm.weights * stage.head + (described.head,) * has_own_head]
+    counted = [(weight, 1) for weight in described.before_blocks * stage.embedding]
+    counted += [(weight, 1) for weight in described.after_blocks * stage.head + (described.head,) * has_own_head]
     for kind, count in model.kinds(stage.layers):
         counted += [(weight, count) for weight in describe(kind).block_weights]
     found: dict[Optimizer | None, list[float]] = defaultdict(lambda: [0.0, 0.0])

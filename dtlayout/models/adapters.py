@@ -118,6 +118,8 @@ def adapt(described: Description, adapter: Adapter) -> Description:
         block=tuple(_adapt_operation(each, adapter, targets) for each in described.block),
         final_norm=replace(described.final_norm, trains=False),
         head=replace(described.head, trains=False),
+        beside_embedding=tuple(replace(weight, trains=False) for weight in described.beside_embedding),
+        beside_head=tuple(replace(weight, trains=False) for weight in described.beside_head),
     )
 
 

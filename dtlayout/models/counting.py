@@ -42,7 +42,7 @@ def count_active_parameters(model: ModelShape) -> int:
 def count_active_frozen_parameters(model: ModelShape) -> int:
     """Parameters that compute a token and are not trained; a tied head counts once."""
     described = describe(model)
-    ends = [described.embedding, *described.final_norm.weights, *[described.head] * (not model.tied_embeddings)]
+    ends = [*described.before_blocks, *described.after_blocks, *[described.head] * (not model.tied_embeddings)]
     blocks = sum(n * _count_active_frozen(kind) for kind, n in model.kinds(range(model.num_layers)))
     return blocks + sum(weight.numel for weight in ends if not weight.trains)
 
@@ -53,9 +53,10 @@ def _count_active_frozen(model: ModelShape) -> int:
 
 
 def _count_whole(model: ModelShape, count_block: Callable[[ModelShape], int]) -> int:
-    embeddings = count_embedding_parameters(model) * (1 if model.tied_embeddings else 2)
-    norm = sum(weight.numel for weight in describe(model).final_norm.weights)
-    return embeddings + sum(n * count_block(kind) for kind, n in model.kinds(range(model.num_layers))) + norm
+    described = describe(model)
+    ends = [*described.before_blocks, *described.after_blocks, *[described.head] * (not model.tied_embeddings)]
+    blocks = sum(n * count_block(kind) for kind, n in model.kinds(range(model.num_layers)))
+    return blocks + sum(weight.numel for weight in ends)
 
 
 def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:

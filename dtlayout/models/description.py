@@ -16,6 +16,7 @@ from dtlayout.models.operations import (
     Activation,
     Linear,
     Norm,
+    Pass,
     Residual,
     Rotary,
     SelfAttention,
@@ -30,7 +31,7 @@ ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
 """Names of the places that depend on where tokens stand: tables, and functions of a model or of each block."""
 
 
-Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Residual
+Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Pass | Residual
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,20 @@ class Description:
     """Before the head."""
     head: Weight
     """Makes logits, split over the vocabulary; where embeddings are tied it is the embedding's."""
+    beside_embedding: tuple[Weight, ...] = ()
+    """Further weights before the blocks, such as learned positions."""
+    beside_head: tuple[Weight, ...] = ()
+    """Further weights after the blocks, such as the head's bias."""
+
+    @property
+    def before_blocks(self) -> tuple[Weight, ...]:
+        """The weights of a first stage that belong to no block."""
+        return (self.embedding, *self.beside_embedding)
+
+    @property
+    def after_blocks(self) -> tuple[Weight, ...]:
+        """The weights of a last stage that belong to no block, but for the head."""
+        return (*self.final_norm.weights, *self.beside_head)
 
     @cached_property
     def block_weights(self) -> tuple[Weight, ...]:
@@ -87,7 +102,7 @@ class Description:
         Its block is one with experts, in a model with experts (`families.find_weight` knows the first ones).
         """
         prefix, _, rest = name.partition(".layers.")
-        known = self.block_weights if rest else (self.embedding, *self.final_norm.weights, self.head)
+        known = self.block_weights if rest else (*self.before_blocks, *self.after_blocks, self.head)
         wanted = rest.partition(".")[2] if rest else prefix
         return {weight.name: weight for weight in known}[wanted]
 

@@ -16,6 +16,7 @@ from dtlayout.models.operations import Weight
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.stored_names import MIXTRAL_NAMES, STORED_NAMES
 from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, end_gradients, join
+from dtlayout.models.traced import FAMILY, describe_traced
 from dtlayout.spec.base_format import SCALE
 from dtlayout.spec.model_shape import ModelShape
 
@@ -129,6 +130,7 @@ FAMILIES: dict[str, Family] = {
             },
             ignored_keys=("mlp_bias", "output_router_logits"),
         ),
+        Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.module:build_traced"),
     )
 }  # fmt: skip
 

@@ -5,19 +5,22 @@ any. A training config is such a file. A config.json must be of one of `models.f
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.files import expand, parse_json
+from dtlayout.base.files import expand, find_cache, parse_json, write_whole
 from dtlayout.base.formatting import shorten
-from dtlayout.models.families import find_family
+from dtlayout.models.families import FAMILIES, find_family
 from dtlayout.models.hf_config import HF_NAMES, parse_hf
 from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.presets import PRESETS
+from dtlayout.models.traced import VERSION, is_trace, parse_trace, read_trace
 from dtlayout.spec.model_shape import Experts, ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
@@ -30,6 +33,61 @@ def find_model(text: str) -> ModelShape:
     """The model that `text` names; InvalidConfig if it is no preset and no file, or of no known family."""
     if text in PRESETS:
         return PRESETS[text]
+    path = _find_path(text)
+    with _problems_of(path):
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            return parse_toml(content)
+        config = parse_json(content)
+        if is_trace(config):
+            return parse_trace(config, str(path.absolute())).shape
+        if isinstance(kind := config.get("model_type"), str) and kind not in FAMILIES:
+            return trace_model(config, path)
+        return name_model(parse_hf(config), config, path)
+
+
+def read_config(text: str) -> tuple[Path, dict[str, Any]]:
+    """Path and content of the config.json that `text` names, or whose folder it names; InvalidConfig if none."""
+    path = _find_path(text)
+    with _problems_of(path):
+        if path.suffix != ".json":
+            raise InvalidConfig("it is no config.json")
+        config = parse_json(path.read_text(encoding="utf-8"))
+        if is_trace(config):
+            raise InvalidConfig("it is a trace already")
+        return path, config
+
+
+def trace_model(config: Mapping[str, Any], path: Path, output: Path | None = None) -> ModelShape:
+    """The model of a config.json, the file `path`, as its own code computes it, which takes torch, transformers and some
+    seconds. The trace is kept in `output`, or in the user's cache, where it is found again.
+
+    InvalidConfig with the reason if the model cannot be traced.
+    """
+    import hashlib  # only now: most models are described
+    import json
+    import pkgutil
+
+    digest = hashlib.sha256(json.dumps([VERSION, config], sort_keys=True).encode()).hexdigest()
+    kept = output or find_cache() / "traces" / f"{digest[:16]}.json"
+    if output is None and kept.is_file():
+        with suppress(InvalidConfig):  # a damaged file is written again
+            return name_model(read_trace(str(kept.absolute())).shape, config, path)
+    trace = pkgutil.resolve_name("dtlayout.tracing.trace:trace_config")(config)
+    shape = name_model(trace.shape, config, path)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, replace(trace, shape=shape).dumps())
+    except OSError as error:
+        raise InvalidConfig(
+            f"{kept} cannot be written: {error.strerror}; dtlayout trace --output names another"
+        ) from None
+    read_trace.cache_clear()
+    return replace(shape, trace=str(kept.absolute()))
+
+
+def _find_path(text: str) -> Path:
+    """The TOML or JSON file that `text` names, or the config.json of the folder; InvalidConfig if there is none."""
     with toml.problems_of("model"):
         path = expand(text)
     if os.path.isdir(path):  # Path's own raises where a parent folder may not be read
@@ -42,12 +100,14 @@ def find_model(text: str) -> ModelShape:
         near = difflib.get_close_matches(text, PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
         raise InvalidConfig(f"model {shorten(repr(text))} is no preset, config.json or TOML file; {advice}")
+    return path
+
+
+@contextmanager
+def _problems_of(path: Path) -> Iterator[None]:
+    """Inside, a file that cannot be read, and each problem of its content, is an InvalidConfig that names it."""
     try:
-        content = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            return parse_toml(content)
-        config = parse_json(content)
-        return name_model(parse_hf(config), config, path)
+        yield
     except OSError as error:
         raise InvalidConfig(f"model {path} cannot be read: {error.strerror}") from None
     except InvalidConfig as error:

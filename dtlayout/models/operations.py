@@ -84,7 +84,7 @@ def name_trained(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Norm(BaseOperation):
-    """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
+    """An RMSNorm or LayerNorm, in fp32 or finer inside, of the residual stream or of each head."""
 
     module: str
     """The module's name in the block, or in the model."""
@@ -96,6 +96,10 @@ class Norm(BaseOperation):
     """Tensor that it normalises; of latent attention the narrow vector of a token."""
     trains: bool = True
     """Whether its weight is trained."""
+    parameters: tuple[Literal["weight", "bias"], ...] = ("weight",)
+    """Its parameters: a factor and a term of each element that is normalised."""
+    initial: Literal["ones", "zeros"] = "ones"
+    """Initial values of the weight; zeros where the module adds 1 to it."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -104,9 +108,12 @@ class Norm(BaseOperation):
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
-        """One factor for each element of what is normalised."""
-        shape = (self.width // max(1, self.num_heads),)
-        return (Weight(f"{self.module}.weight", shape, "ones", "vector", trains=self.trains),)
+        """One factor for each element of what is normalised, and one term where it has a bias."""
+        shape, initial = (self.width // max(1, self.num_heads),), {"weight": self.initial, "bias": "zeros"}
+        return tuple(
+            Weight(f"{self.module}.{name}", shape, initial[name], "vector", trains=self.trains)  # type: ignore[arg-type]
+            for name in self.parameters
+        )
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One kernel, which keeps its input and a number for each row; or separate operations, with exact copies."""
@@ -316,16 +323,21 @@ class Activation(BaseOperation):
     """silu(gate) · up, or without a gate the activation function alone."""
 
     module: str
-    """Module of the matmuls before it: it reads what MODULE.gate_proj and MODULE.up_proj made."""
+    """Module of the matmuls before it; its result is called MODULE.active."""
     width: int
     """Elements of a token."""
     gated: bool
     """Whether it multiplies two tensors."""
+    opened: tuple[str, ...] = ()
+    """Modules whose results it reads, where they are not MODULE.gate_proj and MODULE.up_proj; one that makes both
+    stands alone."""
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """The activation, or silu and the product each by itself."""
-        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
-        opened = tuple(BlockTensor(f"{self.module}.{name}", self.width, "branch") for name in names)
+        usual = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        names = self.opened or tuple(f"{self.module}.{name}" for name in usual)
+        width = self.width * (1 + self.gated) // len(names)
+        opened = tuple(BlockTensor(name, width, "branch") for name in names)
         return record_activation(opened, BlockTensor(f"{self.module}.active", self.width, "branch"), options)
 
 
@@ -343,6 +355,33 @@ def record_activation(
         TapeEntry("activation", (gate,), (silu,), (gate,)),
         TapeEntry("activation", (silu, up), (active,), (silu, up), continues=True),
     )
+
+
+@dataclass(frozen=True)
+class Pass(BaseOperation):
+    """A pass over a tensor that multiplies it by a number, or computes each element from itself."""
+
+    reads: str
+    """Tensor that it reads."""
+    makes: str
+    """Name of its result."""
+    width: int
+    """Elements of a token."""
+    saves: bool = False
+    """Whether its backward reads its input."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Name and shape of vectors that it reads."""
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """The vectors."""
+        return tuple(Weight(name, shape, "ones", "vector") for name, shape in self.parameters)
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """One entry; none for a pass without elements, which only says weights."""
+        read, made = (BlockTensor(name, self.width, "stream") for name in (self.reads, self.makes))
+        entry = TapeEntry("rescale", (read,), (made,), (read,) * self.saves, name_trained(self.weights))
+        return (entry,) if self.width else ()
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,12 @@ def list_stored(model: ModelShape) -> Iterator[StoredWeight]:
 def _list_described(model: ModelShape) -> Iterator[tuple[str, Weight]]:
     """Prefix of a block's names and weight, for each parameter; the prefix is empty outside of blocks."""
     described = describe(model)
-    yield "", described.embedding
+    for weight in described.before_blocks:
+        yield "", weight
     for number in range(model.num_layers):
         for weight in describe(model.kind_of(number)).block_weights:
             yield f"{BLOCKS.replace('*', str(number))}.", weight
-    for weight in described.final_norm.weights:
+    for weight in described.after_blocks:
         yield "", weight
     if not model.tied_embeddings:
         yield "", described.head

@@ -176,7 +176,7 @@ def find_frozen(model: ModelShape) -> tuple[str, ...]:
     in_blocks = (
         f"{pattern}.{weight.name}" for pattern, weight in weights if not weight.trains and not weight.is_counter
     )
-    ends = (described.embedding, *described.final_norm.weights, described.head)
+    ends = (*described.before_blocks, *described.after_blocks, described.head)
     return (*in_blocks, *(weight.name for weight in ends if not weight.trains))
 
 

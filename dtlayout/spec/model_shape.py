@@ -1,5 +1,6 @@
 """ModelShape: the sizes that make a Llama, and nothing about how it is trained."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,7 +8,7 @@ from typing import Literal
 
 from dtlayout.base.formatting import shorten
 from dtlayout.base.refusals import Refusal
-from dtlayout.base.validators import Ranged, ranged
+from dtlayout.base.validators import Ranged, path_key, ranged
 from dtlayout.spec.adapter import Adapter
 
 
@@ -154,6 +155,11 @@ class ModelShape(Ranged, section="model"):
     """Llama 3's stretching of the rotary wavelengths, where the model has it."""
     norm_eps: float = ranged("must be at least 0 and finite", 1e-5)
     """Number that RMSNorm adds to the mean square."""
+    trace: str = path_key("")
+    """Path of the file that `dtlayout trace` wrote, of a model of the family transformers; it says the operations of
+    the blocks."""
+    block_kinds: tuple[int, ...] = ()
+    """Kind of each block of a traced model, by its number in the trace."""
     adapter: Adapter | None = None
     """Small weights that alone are trained, where a frozen model has some: the section [adapter] of a config."""
 
@@ -232,13 +238,25 @@ class ModelShape(Ranged, section="model"):
 
     def kind_of(self, number: int) -> "ModelShape":
         """The kind of a block, as a model whose blocks are all of that kind."""
+        if self.block_kinds:
+            return self._all_of_kind(self.block_kinds[number], has_experts=number >= self.num_first)
         return self.without_experts if number < self.num_first else self
+
+    def _all_of_kind(self, kind: int, *, has_experts: bool) -> "ModelShape":
+        kinds = (kind,) * self.num_layers
+        if self.block_kinds == kinds:
+            return self
+        experts = replace(self.experts, dense_layers=0) if self.experts and has_experts else None
+        return replace(self, block_kinds=kinds, experts=experts)
 
     def kinds(self, layers: range) -> list[tuple["ModelShape", int]]:
         """Kinds of blocks among `layers`, each as a model whose blocks are all of that kind, with the number of blocks.
 
         The kind of most blocks comes first. The kind of the first blocks, without experts, follows if there are some.
         """
+        if self.block_kinds:
+            counts = Counter(map(self.kind_of, layers)).most_common()
+            return counts or [(self.kind_of(self.num_layers - 1), 0)]
         num_dense = len(range(layers.start, min(layers.stop, self.num_first)))
         kinds = [(self, len(layers) - num_dense)]
         return [*kinds, (self.without_experts, num_dense)] if num_dense else kinds

@@ -150,12 +150,12 @@ class StageUnits(NamedTuple):
 def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool, sums_embedding: bool) -> StageUnits:
     """Units of a stage beside its blocks; `sums_embedding` is the engine's feature."""
     description = describe(model)
-    norm = description.final_norm.weights
+    beside = description.after_blocks
     whole_table = description.embedding.numel if tp > 1 and sums_embedding else 0
-    embedding = Unit.of([description.embedding], tp, partial=whole_table) if has_embedding else None
-    head = Unit.of([*norm, description.head], tp) if has_head else None
+    embedding = Unit.of(description.before_blocks, tp, partial=whole_table) if has_embedding else None
+    head = Unit.of([*beside, description.head], tp) if has_head else None
     if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
-        return StageUnits(None, None, Unit.of([description.head, *norm], tp))
+        return StageUnits(None, None, Unit.of([description.head, *beside, *description.beside_embedding], tp))
     if model.tied_embeddings:
         return StageUnits(None, None, head or embedding)
     return StageUnits(embedding, head, None)

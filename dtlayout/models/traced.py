@@ -1,0 +1,149 @@
+"""Models that were traced: the file that a trace is written to, and the description that it holds. No torch.
+
+A trace is made once, with torch and transformers (`tracing/trace.py`). Everything that plans and predicts reads its
+file: the operations of each kind of block, the weights before and after the blocks, and the config.json that the
+model was built from.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import parse_json
+from dtlayout.models.description import Description
+from dtlayout.models.operations import Activation, Linear, Norm, Pass, Residual, Rotary, SelfAttention, Weight
+from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.spec.model_shape import ModelShape
+
+FAMILY = "transformers"
+"""Family of the models that were traced."""
+MARK = "dtlayout_trace"
+"""Key by which a trace's file is known; its value is the version of the format."""
+VERSION = 1
+_OPERATIONS = {
+    kind.__name__: kind for kind in (Norm, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Pass, Residual)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A model that was traced."""
+
+    shape: ModelShape
+    """Its sizes, and the kind of each block."""
+    kinds: tuple[Description, ...]
+    """A description for each kind of block; the ends are alike."""
+    config: Mapping[str, Any]
+    """The config.json that it was built from."""
+    library: str
+    """The version of transformers that built it."""
+    whole: Mapping[str, str]
+    """Axis of a layout, such as tp → reason why the trainer cannot split the model over it."""
+    names: Mapping[str, str]
+    """Our module, such as "model.layers" → the model's own name of it."""
+
+    def dumps(self) -> str:
+        """The text of the trace's file."""
+        content = {
+            MARK: VERSION, "transformers": self.library, "model": _known(asdict(self.shape)),
+            "whole": dict(self.whole), "names": dict(self.names),
+            "kinds": [_write(each) for each in self.kinds], "config": dict(self.config),
+        }  # fmt: skip
+        return json.dumps(content, indent=1, sort_keys=False) + "\n"
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _write(described: Description) -> dict[str, Any]:
+    ends = {each.name: getattr(described, each.name) for each in fields(Description) if each.name != "block"}
+    block = [{"operation": type(each).__name__, **asdict(each)} for each in described.block]
+    return {
+        "block": block,
+        **{
+            name: [asdict(each) for each in value] if isinstance(value, tuple) else asdict(value)
+            for name, value in ends.items()
+        },
+    }
+
+
+def _read(table: Mapping[str, Any]) -> Description:
+    return Description(
+        embedding=_make(Weight, table["embedding"]),
+        block=tuple(
+            _make(_OPERATIONS[each["operation"]], {k: v for k, v in each.items() if k != "operation"})
+            for each in table["block"]
+        ),
+        final_norm=_make(Norm, table["final_norm"]),
+        head=_make(Weight, table["head"]),
+        beside_embedding=tuple(_make(Weight, each) for each in table["beside_embedding"]),
+        beside_head=tuple(_make(Weight, each) for each in table["beside_head"]),
+    )
+
+
+def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """A dataclass of values from JSON, in which tuples are lists."""
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+def is_trace(content: Mapping[str, Any]) -> bool:
+    """True for what a trace's file holds."""
+    return MARK in content
+
+
+@lru_cache(maxsize=32)
+def read_trace(path: str) -> Trace:
+    """The trace in a file; InvalidConfig if there is none, or one of another version."""
+    try:
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(
+            f"model.trace={path!r} cannot be read: {error.strerror}; write it with dtlayout trace"
+        ) from None
+    except ValueError as error:
+        raise InvalidConfig(f"model.trace={path!r} is not JSON: {error}") from None
+    return parse_trace(content, path)
+
+
+def parse_trace(content: Mapping[str, Any], path: str) -> Trace:
+    """The trace that a file holds, whose path its shape will name; InvalidConfig if it is of another version."""
+    if content.get(MARK) != VERSION:
+        raise InvalidConfig(
+            f"model.trace={path!r} has {MARK}={content.get(MARK)!r}; this dtlayout reads {VERSION}: trace the model again"
+        )
+    try:
+        return Trace(
+            shape=toml.parse({**content["model"], "trace": path}, ModelShape, "model"),
+            kinds=tuple(map(_read, content["kinds"])),
+            config=content["config"],
+            library=content["transformers"],
+            whole=content["whole"],
+            names=content["names"],
+        )
+    except (KeyError, TypeError) as error:
+        raise InvalidConfig(f"model.trace={path!r} is damaged: {error}; trace the model again") from None
+
+
+def describe_traced(model: ModelShape) -> Description:
+    """The operations of a traced model, of the kind that most of its blocks have."""
+    if not model.trace:
+        raise InvalidConfig(f"model.family={FAMILY} needs model.trace, the file that dtlayout trace writes")
+    kind, _ = Counter(model.block_kinds).most_common(1)[0]
+    return read_trace(model.trace).kinds[kind]
+
+
+def find_whole(model: ModelShape) -> Mapping[str, str]:
+    """Axis → reason why the trainer cannot split a model over it; empty for one that was not traced."""
+    return read_trace(model.trace).whole if model.family == FAMILY else {}
+
+
+def with_path(trace: Trace, path: str) -> Trace:
+    """The trace with the path of its file in its shape."""
+    return replace(trace, shape=replace(trace.shape, trace=path))

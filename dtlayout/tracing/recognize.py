@@ -1,0 +1,386 @@
+"""Recognition: from the calls that a block made to the operations of its description.
+
+Values flow from call to call. Each is followed back to the operations that it comes from, through views and passes over
+its elements, until a matmul, a norm, attention or the residual stream. From what a matmul reads, and who reads its
+result, follows how tp splits it: what opens a branch is split by outputs, what closes it by inputs.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.description import Operation
+from dtlayout.models.operations import ATTENDED, Activation, Linear, Norm, Pass, Residual, Rotary, SelfAttention
+from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.models.tape import HIDDEN
+from dtlayout.tracing.record import EXPERTS, SEQ_LEN, BlockRecord, Call
+
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "getitem",
+    "split", "chunk", "unflatten", "flatten", "t", "unbind", "narrow", "select", "to", "type_as", "float", "type",
+    "detach", "dropout", "clone", "tensor_split", "split_with_sizes", "repeat_interleave", "swapaxes", "movedim",
+    "view_as", "reshape_as", "stack", "cat", "repeat",
+}  # fmt: skip
+"""Functions whose results hold elements of their inputs. Copies among them cost a pass that is left out."""
+_NORMS = {"rsqrt", "layer_norm", "rms_norm"}
+_SUMS = {"add", "iadd", "radd"}
+_ATTENTION = "scaled_dot_product_attention"
+_MATMULS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "rmatmul"}
+
+
+class Value(NamedTuple):
+    """Where a tensor comes from."""
+
+    sources: tuple[str, ...]
+    """Names of the results that it is computed from."""
+    passes: int = 0
+    """Passes over its elements since these."""
+    rotated: tuple[int, int] = (0, 0)
+    """Heads and width of what was multiplied by a table of positions; zeros where nothing was."""
+    is_scores: bool = False
+    """Whether it is a matmul of queries and keys, and has a row for each token."""
+    of_scores: tuple["Value", ...] = ()
+    """Queries and keys of such scores."""
+
+
+class _Branches(NamedTuple):
+    """How tp could split the block, and why not."""
+
+    operations: tuple[Operation, ...]
+    problems: tuple[str, ...]
+
+
+def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
+    """The operations of a block, with a reason for each thing that tp cannot split; InvalidConfig where a parameter is
+    used in a way that nobody knows."""
+    reader = _Reader(record, block)
+    operations = reader.read()
+    return _Branches(operations, tuple(dict.fromkeys(reader.problems)))
+
+
+class _Reader:
+    def __init__(self, record: BlockRecord, block: nn.Module):
+        self.record, self.block = record, block
+        self.parameters = dict(record.parameters)
+        self.values: dict[int, Value] = {record.enters: Value((HIDDEN,))}
+        self.operations: list[Operation] = []
+        self.linears: dict[str, Linear] = {}
+        self.consumers: dict[str, set[str]] = {}
+        """Result → words for those that read it: attention, activation, stream, linear."""
+        self.problems: list[str] = []
+        self.used: set[str] = set()
+        self.hidden_size = record.shapes[record.enters][-1]
+        by_module: dict[str, set[str]] = {}
+        for call in record.calls:
+            by_module.setdefault(call.module, set()).add(call.function)
+        self.norms = {
+            name
+            for name, functions in by_module.items()
+            if functions & _NORMS and not list(block.get_submodule(name).children()) and name
+        }
+
+    def read(self) -> tuple[Operation, ...]:
+        calls, place = self.record.calls, 0
+        while place < len(calls):
+            call = calls[place]
+            end = place + 1
+            if call.module in self.norms:
+                while end < len(calls) and calls[end].module == call.module:
+                    end += 1
+                self._read_norm(calls[place:end])
+            else:
+                self._read_call(call)
+            place = end
+        left = self.values.get(self.record.leaves)
+        if left is None or HIDDEN not in left.sources:
+            raise InvalidConfig("its blocks do not add to the hidden states that they read")
+        self._add_rest()
+        return tuple(self._place(each) for each in self._in_order())
+
+    # Calls
+
+    def _read_call(self, call: Call) -> None:
+        if call.function == "linear":
+            self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
+        elif call.function == "addmm":
+            self._read_linear(call, call.reads[1], call.reads[2], call.reads[:1])
+            self.problems.append(f"{call.module} is no nn.Linear: its matrix lies the other way round")
+        elif call.function in _NORMS & {"layer_norm", "rms_norm"}:
+            self._read_norm([call])
+        elif call.function == EXPERTS:
+            self._read_experts(call)
+        elif call.function == _ATTENTION:
+            self._attend(call, *(self.values.get(each, Value(())) for each in call.reads[:3]), call.reads[:3])
+        else:
+            self._read_other(call)
+
+    def _read_other(self, call: Call) -> None:
+        if call.function in _VIEWS and len(call.reads) == 1 and call.reads[0] in self.parameters:
+            self.parameters |= dict.fromkeys(call.makes, self.parameters[call.reads[0]])
+            return
+        parameters = [self.parameters[each] for each in call.reads if each in self.parameters]
+        known = [self.values[each] for each in call.reads if each in self.values]
+        if any(len(self.record.shapes[each]) > 1 for each in call.reads if each in self.parameters):
+            raise InvalidConfig(f"{parameters[0]} is read by {call.function}, which no plan knows")
+        if not known:
+            return
+        if call.function in _MATMULS and len(known) == 2:
+            self._multiply(call, *known)
+            return
+        if call.function in _SUMS and len(known) == 2 and sum(each.sources == (HIDDEN,) for each in known) == 1:
+            self._add(call, known)
+            return
+        sources = tuple(dict.fromkeys(name for each in known for name in each.sources))
+        passes = max(each.passes for each in known) + (call.function not in _VIEWS)
+        rotated = max(each.rotated for each in known)
+        tables = [each for each in call.reads if each not in self.values and each not in self.parameters]
+        if call.function in ("mul", "rmul", "view_as_complex") and tables and not rotated[0]:
+            rotated = self._count_heads(call.makes[0])
+        scores = next((each for each in known if each.is_scores), None)
+        made = Value(sources, passes, rotated, scores is not None, scores.of_scores if scores else ())
+        for each in call.makes:
+            self.values[each] = made
+
+    def _count_heads(self, tensor: int) -> tuple[int, int]:
+        """Heads and width of a tensor with a width for each head of each token."""
+        shape = self.record.shapes[tensor]
+        return math.prod(shape) // SEQ_LEN // shape[-1], shape[-1]
+
+    def _read_norm(self, calls: Sequence[Call]) -> None:
+        parameters = [self.parameters[each] for call in calls for each in call.reads if each in self.parameters]
+        entered = next(each for call in calls for each in call.reads if each in self.values)
+        value, shape = self.values[entered], self.record.shapes[entered]
+        width = math.prod(shape) // SEQ_LEN
+        heads = width // shape[-1]
+        module = calls[0].module if not parameters else parameters[0].rpartition(".")[0]
+        if any(self.block.get_parameter(each).dim() != 1 for each in parameters):
+            raise InvalidConfig(f"{parameters[0]} is a norm's, and no vector")
+        module = module if parameters or calls[0].module in self.norms else f"{module}.norm_{len(self.operations)}"
+        adds_one = any(
+            call.function in _SUMS and len(call.reads) == 1 and call.reads[0] in self.parameters for call in calls
+        )
+        own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
+        norm = Norm(
+            module, width, heads if heads > 1 else 0, self._name_read(value, width, module),
+            parameters=own, initial="zeros" if adds_one else "ones",
+        )  # fmt: skip
+        self.operations.append(norm)
+        self.used.update(parameters)
+        self.values[calls[-1].makes[0]] = Value((module,))
+
+    def _read_linear(self, call: Call, entered: int, weight: int, bias: Sequence[int]) -> None:
+        if entered not in self.values:
+            raise InvalidConfig(f"{call.module} multiplies what does not come from hidden states")
+        name = self.parameters.get(weight)
+        if name is None:
+            raise InvalidConfig(f"{call.module} multiplies by what is no parameter of its block")
+        module, inputs = name.removesuffix(".weight"), self.record.shapes[entered][-1]
+        outputs = self.record.shapes[call.makes[0]][-1]
+        has_bias = any(each in self.parameters for each in bias)
+        reads = self._name_read(self.values[entered], inputs, module)
+        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias)
+        self.linears[module] = linear
+        self.operations.append(linear)
+        self.consumers.setdefault(reads, set()).add("linear")
+        self.used.update(self.parameters[each] for each in (weight, *bias) if each in self.parameters)
+        self.values[call.makes[0]] = Value((module,))
+
+    def _name_read(self, value: Value, width: int, reader: str) -> str:
+        """The tensor of a tape that an operation reads; the passes that make it become operations."""
+        opened = [name for name in value.sources if name in self.linears]
+        if not value.passes and len(value.sources) == 1:
+            return value.sources[0]
+        if opened and len(opened) == len(value.sources):
+            return self._activate(opened, width)
+        made = f"{reader}.read"
+        self.operations.append(Pass(value.sources[0], made, width, saves=len(value.sources) > 1))
+        for name in value.sources:
+            self.consumers.setdefault(name, set()).add("pass")
+        return made
+
+    def _activate(self, opened: Sequence[str], width: int) -> str:
+        module = opened[0].rpartition(".")[0]
+        total = sum(self.linears[name].outputs for name in opened)
+        usual = [[f"{module}.gate_proj", f"{module}.up_proj"], [f"{module}.up_proj"]]
+        is_gated = total == 2 * width
+        if total not in (width, 2 * width):
+            self.problems.append(f"{', '.join(opened)} make {total} elements of which {width} go on")
+        if is_gated and len(opened) == 1:
+            self.problems.append(f"{opened[0]} holds gate and up in one matrix")
+        names = () if [*opened] in usual and len(opened) == 1 + is_gated else tuple(opened)
+        self.operations.append(Activation(module, width, is_gated, names))
+        for name in opened:
+            self.consumers.setdefault(name, set()).add("activation")
+        return f"{module}.active"
+
+    def _read_experts(self, call: Call) -> None:
+        """Stacks of matrices, of which the router before them chooses some for each token."""
+        shapes = {
+            name: tuple(each.shape)
+            for name, each in self.block.get_submodule(call.module).named_parameters(recurse=False)
+        }
+        stacks = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+        number, width = next(iter(stacks.values()))[0], self.hidden_size
+        closing = next((shape for name, shape in stacks.items() if "down" in name), None)
+        if closing is None or any(shape[0] != number for shape in shapes.values()):
+            raise InvalidConfig(f"{call.module} has stacks of experts that nobody knows: {', '.join(shapes)}")
+        inner = math.prod(closing) // number // width
+        opening = sum(math.prod(shape) for name, shape in stacks.items() if "down" not in name) // number // width
+        per_token = next((each.numbers[0] for each in self.record.calls if each.function == "topk" and each.numbers), 0)
+        scores = [name for each in call.reads[1:] for name in self.values.get(each, Value(())).sources]
+        router = next((name for name in scores if name in self.linears), "")
+        if not (per_token and router and opening in (inner, 2 * inner)):
+            raise InvalidConfig(f"{call.module} has no router whose top-k says how many experts compute a token")
+        reads = self._name_read(self.values[call.reads[0]], width, call.module)
+        has_bias = len(shapes) > len(stacks)
+        self.operations.append(
+            RoutedExperts(call.module, reads, router, number, per_token, width, inner, opening == 2 * inner, has_bias)
+        )
+        self.used.update(f"{call.module}.{name}" for name in shapes)
+        self.problems.append(f"{call.module} is a mixture of experts, which is traced for predictions alone")
+        self.values[call.makes[0]] = Value((call.module,))
+
+    def _multiply(self, call: Call, first: Value, second: Value) -> None:
+        """A matmul of two values: of queries and keys, or of scores and values."""
+        if first.is_scores and not second.is_scores:
+            queries, keys = first.of_scores
+            self._attend(call, queries, keys, second, ())
+            return
+        for each in call.makes:
+            self.values[each] = Value(
+                tuple(dict.fromkeys(first.sources + second.sources)), 1, max(first.rotated, second.rotated), True,
+                (first, second),
+            )  # fmt: skip
+
+    def _attend(self, call: Call, queries: Value, keys: Value, values: Value, tensors: Sequence[int]) -> None:
+        asked = self.record.attention.get(call.makes[0], {})
+        if any(not each.sources for each in (queries, keys, values)):
+            raise InvalidConfig(f"attention of {call.module} reads what does not come from hidden states")
+        made, num_heads, head_width = self._measure(call, queries, tensors)
+        kv_width = self._width_of(keys)
+        num_kv_heads = max(1, kv_width // head_width) if kv_width % head_width == 0 else num_heads
+        roots = self._find_roots(queries, keys, values)
+        is_latent = roots[1] == roots[2] and roots[0] != roots[1] and len(keys.sources) > 1
+        if is_latent:
+            num_kv_heads = num_heads
+        self._mark(queries, keys, values, roots, is_latent=is_latent)
+        heads, rotated = queries.rotated
+        if rotated:
+            shared = keys.rotated[1] if is_latent and keys.rotated[0] == 1 else 0
+            self.operations.append(Rotary(heads * rotated, shared, num_heads if shared else 0))
+        plain = not values.passes and len(values.sources) == 1 and roots[2] not in roots[:2]
+        self.operations.append(
+            SelfAttention(
+                num_heads, min(num_kv_heads, num_heads), head_width, made, asked.get("window") or 0,
+                values=roots[2] if plain else "",
+            )
+        )  # fmt: skip
+        for each in call.makes:
+            self.values[each] = Value((ATTENDED,))
+
+    def _measure(self, call: Call, queries: Value, tensors: Sequence[int]) -> tuple[int, int, int]:
+        """Width of a head's values, number of heads, width of a head's queries."""
+        value_width = self.record.shapes[call.makes[0]][-1]
+        if tensors:
+            heads, width = self._count_heads(tensors[0])
+            return value_width, heads, width
+        heads = math.prod(self.record.shapes[call.makes[0]]) // SEQ_LEN // value_width
+        return value_width, heads, value_width
+
+    def _root(self, value: Value) -> str:
+        """The matmul that a value comes from, through the norms of heads."""
+        norms = {each.module: each for each in self.operations if isinstance(each, Norm)}
+        name = value.sources[0]
+        while name in norms and norms[name].reads != HIDDEN:
+            name = norms[name].reads
+        return name
+
+    def _find_roots(self, queries: Value, keys: Value, values: Value) -> list[str]:
+        """The matmuls of queries, keys and values; of keys with several, the one that makes values too."""
+        query, value = (self._root(each) for each in (queries, values))
+        return [query, value if value in keys.sources and len(keys.sources) > 1 else self._root(keys), value]
+
+    def _width_of(self, value: Value) -> int:
+        root = self._root(value)
+        return self.linears[root].outputs if root in self.linears else self.hidden_size
+
+    def _mark(self, queries: Value, keys: Value, values: Value, roots: Sequence[str], *, is_latent: bool) -> None:
+        for value in (queries, keys, values):
+            for name in value.sources:
+                self.consumers.setdefault(name, set()).add("attention")
+        for root in roots:
+            self.consumers.setdefault(root, set()).add("attention")
+        norms = [
+            each for each in self.operations
+            if isinstance(each, Norm) and each.reads in roots and "linear" not in self.consumers.get(each.module, ())
+        ]  # fmt: skip
+        for norm in norms:  # of heads: they come after all projections, in whatever order the module calls them
+            self.operations.remove(norm)
+            self.operations.append(norm)
+            if not norm.is_of_heads:
+                self.problems.append(f"{norm.module} normalises all heads together")
+        if len(set(roots)) == 3:
+            for root, local, fuses in zip(roots, (True, True, False), (False, True, True), strict=True):
+                if root in self.linears:
+                    self._replace(self.linears[root], replace(self.linears[root], is_local=local, fuses=fuses))
+        elif not is_latent:
+            self.problems.append(f"{roots[-1]} holds several of queries, keys and values in one matrix")
+
+    def _replace(self, before: Linear, after: Linear) -> None:
+        self.linears[after.module] = after
+        self.operations[self.operations.index(before)] = after
+
+    def _add(self, call: Call, known: Sequence[Value]) -> None:
+        """A branch, or the sum of several, is added to the stream."""
+        branch = next(each for each in known if each.sources != (HIDDEN,))
+        stream = next(each for each in known if each.sources == (HIDDEN,))
+        names = list(branch.sources)
+        if HIDDEN in names:
+            names.remove(HIDDEN)
+            self.problems.append("a branch is computed from the residual stream by passes alone")
+        width = self.record.shapes[call.makes[0]][-1]
+        sums = len(names) - 1  # branches that were added to each other
+        if branch.passes > sums:
+            scaled = [f"{name}.scaled" for name in names]
+            self.operations += [Pass(name, made, width) for name, made in zip(names, scaled, strict=True)]
+        else:
+            scaled = names
+        if stream.passes:
+            self.operations.append(Pass(HIDDEN, HIDDEN, width))
+        for name in names:
+            self.consumers.setdefault(name, set()).add("stream")
+        self.operations.append(Residual(width, tuple(scaled)))
+        self.values[call.makes[0]] = Value((HIDDEN,))
+
+    # What is left
+
+    def _add_rest(self) -> None:
+        """Vectors that passes read, such as scales of a branch, become an operation at the end of the block."""
+        rest = [(name, tuple(each.shape)) for name, each in self.block.named_parameters() if name not in self.used]
+        unread = [name for name, shape in rest if len(shape) > 1]
+        if unread:
+            raise InvalidConfig(f"{unread[0]} is a matrix that its block does not multiply by as a linear layer does")
+        if rest:
+            self.problems += [f"{name} belongs to no norm and no linear layer" for name, _ in rest]
+            self.operations.append(Pass(HIDDEN, HIDDEN, 0, parameters=tuple(rest)))
+
+    def _in_order(self) -> Iterator[Operation]:
+        yield from self.operations
+
+    def _place(self, operation: Operation) -> Operation:
+        """The operation with the style that its place in its branch asks for."""
+        if not isinstance(operation, Linear):
+            return operation
+        readers = self.consumers.get(operation.module, set())
+        norms = [each for each in self.operations if isinstance(each, Norm) and each.reads == operation.module]
+        readers = readers | {word for each in norms for word in self.consumers.get(each.module, set())}
+        is_closing = operation.reads == ATTENDED or operation.reads.endswith((".active", ".read"))
+        if is_closing and "stream" in readers:
+            return replace(operation, style="rowwise")
+        if readers & {"attention", "activation"} and "linear" not in readers:
+            return replace(operation, style="colwise")
+        return operation

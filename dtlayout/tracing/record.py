@@ -1,0 +1,168 @@
+"""Recording: the calls of torch functions that a model makes in its blocks, with the tensors between them.
+
+A model is built on the meta device and runs on fake tensors: shapes alone are computed, nothing has memory. A
+`TorchFunctionMode` sees each call of torch, such as linear, silu or scaled_dot_product_attention, before it becomes
+operators.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from dtlayout.base.errors import InvalidConfig
+
+EXPERTS = "routed experts"
+"""The function of a call that stands for a module with stacks of experts."""
+SEQ_LEN = 64
+"""Tokens of the sequence that a model is traced with."""
+_INNER = {"__get__", "__set__", "__delete__", "_has_torch_function"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function inside a block."""
+
+    function: str
+    """Name of the function, without underscores around it."""
+    module: str
+    """Module that made it, by its name in the block; empty for the block's own forward."""
+    reads: tuple[int, ...]
+    """Tensors among its arguments, by number."""
+    makes: tuple[int, ...]
+    """Tensors that it returned, by number; one that it changed in place is its own result."""
+    numbers: tuple[Any, ...]
+    """Whole numbers among its arguments, such as the sizes of a view."""
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """What one block did."""
+
+    calls: tuple[Call, ...]
+    enters: int
+    """Number of the hidden states that came in."""
+    leaves: int
+    """Number of the hidden states that went out."""
+    shapes: Mapping[int, tuple[int, ...]]
+    """Tensor → its shape; of tokens the sequence has `SEQ_LEN`."""
+    parameters: Mapping[int, str]
+    """Tensor → name in the block, for each parameter that it read."""
+    attention: Mapping[int, Mapping[str, Any]]
+    """Result of attention → what the model asked for: window, softcap, sinks."""
+
+
+class Recorder(TorchFunctionMode):
+    """Records calls while a model runs; `watch` says which modules are its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[BlockRecord] = []
+        self._kept: dict[int, Tensor] = {}
+        self._calls: list[Call] | None = None
+        self._modules: list[str] = []
+        self._attention: dict[int, Mapping[str, Any]] = {}
+
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
+        """Record what each of these modules does."""
+        for block in blocks:
+            for name, module in block.named_modules():
+                module.register_forward_pre_hook(lambda _, __, name=name: self._modules.append(name))
+                module.register_forward_hook(lambda _, __, ___: self._leave())
+            for name, module in block.named_modules():
+                if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+                    module.forward = partial(self._note_experts, name)
+            block.register_forward_pre_hook(self._begin, with_kwargs=True)
+            block.register_forward_hook(self._end, with_kwargs=True, always_call=False)
+
+    def _leave(self) -> None:
+        self._modules.pop()
+
+    def _begin(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._calls, self._attention = [], {}
+        self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
+
+    def _end(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        entered = next(_list_tensors((inputs, named.get("hidden_states"))), None)
+        left = next(_list_tensors(result), None)
+        if entered is None or left is None or self._calls is None:
+            raise InvalidConfig("a block takes or returns no hidden states")
+        seen = {id(entered), id(left), *(each for call in self._calls for each in (*call.reads, *call.makes))}
+        self._kept |= {id(entered): entered, id(left): left}
+        shapes = {each: tuple(self._kept[each].shape) for each in seen}
+        parameters = {each: self._parameters[each] for each in seen if each in self._parameters}
+        self.blocks.append(
+            BlockRecord(tuple(self._calls), id(entered), id(left), shapes, parameters, dict(self._attention))
+        )
+        self._calls = None
+
+    def _note_experts(self, name: str, tokens: Tensor, *inputs: Any, **named: Any) -> Tensor:
+        """In the place of experts, whose tokens' ways depend on values: a call that reads and makes hidden states."""
+        made = torch.empty_like(tokens)
+        others = list(_list_tensors((inputs, named)))
+        self._kept |= {id(each): each for each in (tokens, made, *others)}
+        if self._calls is not None:
+            self._calls.append(Call(EXPERTS, name, tuple(map(id, (tokens, *others))), (id(made),), ()))
+        return made
+
+    def note_attention(self, result: Tensor, asked: Mapping[str, Any]) -> None:
+        """Note what a model asked of the attention that made `result`."""
+        self._kept[id(result)] = result
+        self._attention[id(result)] = asked
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", str(function))
+        made = list(_list_tensors(result))
+        if self._calls is not None and made and name not in _INNER:
+            read = list(_list_tensors((args, kwargs)))
+            self._kept |= {id(each): each for each in (*read, *made)}  # a tensor that is freed would lend its number
+            numbers = tuple(_list_numbers((args, kwargs)))
+            self._calls.append(
+                Call(name.strip("_"), self._modules[-1], tuple(map(id, read)), tuple(map(id, made)), numbers)
+            )
+        return result
+
+
+def _list_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _list_tensors(each)
+    elif isinstance(value, dict):
+        yield from _list_tensors(list(value.values()))
+
+
+def _list_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _list_numbers(each)
+    elif isinstance(value, dict):
+        yield from _list_numbers(list(value.values()))
+
+
+def record(model: nn.Module, blocks: Sequence[nn.Module], recorder: Recorder) -> list[BlockRecord]:
+    """What each block of a model on the meta device does with one sequence of `SEQ_LEN` tokens.
+
+    InvalidConfig if the model reads values of its tensors, which fake ones do not have.
+    """
+    recorder.watch(blocks)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model.to_empty(device="cpu")
+        tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
+    try:
+        with fake, torch.no_grad(), recorder:
+            model(input_ids=tokens, use_cache=False)
+    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        raise InvalidConfig(
+            f"its forward reads values of tensors, by {error.func}, which a trace does not have"
+        ) from None
+    return recorder.blocks

@@ -1,0 +1,272 @@
+"""Tracing: from a config.json to the description of its model, whatever decoder `transformers` builds of it.
+
+The model is built on the meta device and runs once on fake tensors (`tracing/record.py`). What its blocks do is
+recognised (`tracing/recognize.py`), blocks that do the same are one kind, and weights outside of blocks belong to the
+first stage or to the last one, by when they are read. No weights are read and no code of a folder is run.
+"""
+
+import copy
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
+from dtlayout.models.operations import ATTENDED, Linear, Norm, SelfAttention, Weight
+from dtlayout.models.tape import HIDDEN
+from dtlayout.models.traced import FAMILY, Trace
+from dtlayout.spec.model_shape import Experts, ModelShape
+from dtlayout.tracing.recognize import recognize
+from dtlayout.tracing.record import BlockRecord, Recorder, record
+
+ATTENTION = "dtlayout-trace"
+"""Name by which transformers knows the attention that a trace records."""
+
+
+def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
+    """The trace of the model that a config.json describes; InvalidConfig with the reason where there can be none."""
+    with _quiet():
+        model, library = build(config)
+        recorder = Recorder()
+        try:
+            blocks_name, blocks = find_blocks(model)
+            ends = _watch_ends(model, recorder, blocks_name)
+            with _recording_attention(recorder):
+                records = record(model, blocks, recorder)
+        except InvalidConfig as error:
+            raise InvalidConfig([f"{_type_of(config)} cannot be traced: {each}" for each in error.problems]) from None
+        return _describe(model, blocks_name, blocks, records, ends, config, name, library)
+
+
+def build(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
+    """The model of a config.json on the meta device, and the version of transformers; of one with images or sound the
+    part that reads text. InvalidConfig if transformers is not there, does not know the model, or knows no decoder."""
+    try:
+        import transformers
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise InvalidConfig(
+            f"a model of the family {_type_of(config)} is traced, for which transformers is needed: {error}"
+        ) from None
+    try:
+        parsed = transformers.CONFIG_MAPPING[_type_of(config)].from_dict(dict(config)).get_text_config(decoder=True)
+    except KeyError:
+        raise InvalidConfig(
+            f"transformers {transformers.__version__} knows no model_type={_type_of(config)!r}"
+        ) from None
+    except Exception as error:  # whatever a config's own code raises
+        raise InvalidConfig(f"transformers cannot read the config.json: {_first_line(error)}") from None
+    if getattr(parsed, "is_encoder_decoder", False):
+        raise InvalidConfig(f"{parsed.model_type} has an encoder beside its decoder")
+    problem = ""
+    for attention in (ATTENTION, None):
+        options = {} if attention is None else {"attn_implementation": attention}
+        try:
+            with torch.device("meta"), _registered_attention():
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), **options)
+            if attention is None or model._supports_attention_backend:  # type: ignore[attr-defined]
+                return model.eval(), transformers.__version__
+        except Exception as error:  # whatever a model's own code raises
+            problem = _first_line(error)
+    raise InvalidConfig(f"transformers cannot build {parsed.model_type}: {problem}")
+
+
+def _type_of(config: Mapping[str, Any]) -> str:
+    kind = config.get("model_type")
+    return kind if isinstance(kind, str) else "a model without model_type"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers warns of, which is meant for those who load weights."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+_RECORDERS: list[Recorder] = []
+"""The recorder of the trace that is under way."""
+
+
+def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **asked: Any) -> Any:
+    """Attention as transformers calls it: it notes what is asked for."""
+    result = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    sinks, window = asked.get("s_aux") is not None, asked.get("sliding_window")
+    _RECORDERS[-1].note_attention(result, {"window": window, "softcap": asked.get("softcap"), "sinks": sinks})
+    return result.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _registered_attention() -> Iterator[None]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
+    yield
+
+
+@contextmanager
+def _recording_attention(recorder: Recorder) -> Iterator[None]:
+    _RECORDERS.append(recorder)
+    try:
+        yield
+    finally:
+        _RECORDERS.pop()
+
+
+# Parts
+
+
+def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Name and modules of the list that has most of a model's parameters; InvalidConfig if there is none."""
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    sizes = {name: sum(each.numel() for each in part.parameters()) for name, part in lists}
+    if not lists:
+        raise InvalidConfig("it has no list of blocks")
+    name, blocks = max(lists, key=lambda each: sizes[each[0]])
+    beside = [other for other, _ in lists if not other.startswith(name) and sizes[other] > sizes[name] / 100]
+    if beside:
+        raise InvalidConfig(f"it has two lists of blocks, {name} and {beside[0]}")
+    return name, list(blocks)
+
+
+class _Ends:
+    """Modules outside of blocks, in the order in which they are called, with how many blocks had run before."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, int] = {}
+
+
+def _watch_ends(model: nn.Module, recorder: Recorder, blocks_name: str) -> _Ends:
+    ends = _Ends()
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(f"{blocks_name}."):
+            module.register_forward_hook(
+                lambda _, __, ___, name=name: (ends.called.setdefault(name, len(recorder.blocks)), None)[1]
+            )
+    return ends
+
+
+def _describe(
+    model: nn.Module, blocks_name: str, blocks: Sequence[nn.Module], records: Sequence[BlockRecord], ends: _Ends,
+    config: Mapping[str, Any], name: str, library: str,
+) -> Trace:  # fmt: skip
+    kinds, problems = dict[tuple[Operation, ...], int](), list[str]()
+    numbers = list[int]()
+    if len(records) != len(blocks):
+        raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
+    for one, block in zip(records, blocks, strict=True):
+        found = recognize(one, block)
+        numbers.append(kinds.setdefault(found.operations, len(kinds)))
+        problems += found.problems
+    sides = _EndReader(model, blocks_name, ends, len(blocks))
+    hidden_size = records[0].shapes[records[0].enters][-1]
+    described = [
+        Description(sides.embedding, operations, sides.final_norm(hidden_size), sides.head, sides.before, sides.after)
+        for operations in kinds
+    ]
+    shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied)
+    problems = list(dict.fromkeys(problems + sides.problems))
+    own = {key: value for key, value in sides.names.items() if key != value}
+    return Trace(
+        shape=shape, kinds=tuple(described), config=config, library=library,
+        whole={"tp": "; ".join(problems)} if problems else {}, names=own,
+    )  # fmt: skip
+
+
+class _EndReader:
+    """Weights outside of blocks: embedding, final norm, head, and what stands beside them."""
+
+    def __init__(self, model: nn.Module, blocks_name: str, ends: _Ends, num_blocks: int):
+        self.model, self.problems = model, list[str]()
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        modules = {id(module): name for name, module in model.named_modules()}
+        if embedding is None or head is None or id(embedding) not in modules or id(head) not in modules:
+            raise InvalidConfig("it has no embedding or no head that transformers names")
+        self.is_tied = head.weight is embedding.weight or bool(model.config.get_text_config().tie_word_embeddings)
+        self.names = {EMBEDDING: modules[id(embedding)], "model.layers": blocks_name, HEAD: modules[id(head)]}
+        self.embedding = Weight(f"{EMBEDDING}.weight", tuple(embedding.weight.shape), "normal", "embedding", 0)
+        self.head = Weight(f"{HEAD}.weight", tuple(head.weight.shape), "normal", "head", 0)
+        self.before, self.after, self.norm = tuple[Weight, ...](), tuple[Weight, ...](), tuple[Weight, ...]()
+        if head.bias is not None:
+            self.after = (Weight(f"{HEAD}.bias", (len(head.bias),), "zeros", "vector", 0),)
+        known = (modules[id(embedding)], modules[id(head)])
+        for name, module in model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if not own or name in known or f"{name}.".startswith(f"{blocks_name}."):
+                continue
+            if name not in ends.called:
+                raise InvalidConfig(f"{name} has parameters, and is not called")
+            self._sort(name, own, is_after=ends.called[name] >= num_blocks)
+
+    def _sort(self, name: str, own: Mapping[str, nn.Parameter], *, is_after: bool) -> None:
+        is_norm = is_after and all(each.dim() == 1 for each in own.values()) and not self.norm
+        place = FINAL_NORM if is_norm else f"model.{name.rpartition('.')[2]}"
+        self.names[place] = name
+        weights = tuple(
+            Weight(
+                f"{place}.{key}", tuple(each.shape),
+                "normal" if each.dim() > 1 else "zeros" if key == "bias" else "ones",
+                "embedding" if each.dim() > 1 else "vector",
+            )
+            for key, each in own.items()
+        )  # fmt: skip
+        if is_norm:
+            self.norm = weights
+        elif is_after:
+            self.after += weights
+        else:
+            self.before += weights
+
+    def final_norm(self, hidden_size: int) -> Norm:
+        """The norm before the head; without parameters where no module after the blocks has some."""
+        return Norm(FINAL_NORM, hidden_size, parameters=tuple(each.name.rpartition(".")[2] for each in self.norm))  # type: ignore[misc]
+
+
+def _find_shape(
+    described: Sequence[Description], numbers: Sequence[int], hidden_size: int, name: str, *, is_tied: bool
+) -> ModelShape:
+    """Sizes of a model whose most frequent kind of block is the one that they speak of."""
+    main = described[Counter(numbers).most_common(1)[0][0]]
+    attentions = [each for each in main.block if isinstance(each, SelfAttention)]
+    if len(attentions) != 1:
+        raise InvalidConfig(f"a block attends {len(attentions)} times; blocks with one attention can be planned")
+    attention, experts = attentions[0], main.experts
+    inner = [
+        each.inputs for kind in described for each in kind.block
+        if isinstance(each, Linear) and each.reads not in (ATTENDED, HIDDEN) and each.reads.endswith(".active")
+    ]  # fmt: skip
+    found = None
+    if experts is not None:
+        shared = [
+            each.inputs for each in main.block if isinstance(each, Linear) and each.reads.endswith(".active")
+        ]  # fmt: skip
+        dense = next((i for i, each in enumerate(numbers) if described[each].experts is not None), 0)
+        if any(described[each].experts is None for each in numbers[dense:]):
+            raise InvalidConfig("blocks without experts follow on blocks with some")
+        found = Experts(
+            number=experts.number, per_token=experts.per_token, ffn_size=experts.inner_width,
+            shared_ffn_size=sum(shared), dense_layers=dense, bias=experts.bias,
+        )  # fmt: skip
+    return ModelShape(
+        name=name, family=FAMILY, hidden_size=hidden_size, num_layers=len(numbers), num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads, head_dim=attention.head_width,
+        ffn_size=max(inner, default=experts.inner_width if experts else hidden_size),
+        vocab_size=main.embedding.shape[0], tied_embeddings=is_tied, experts=found, block_kinds=tuple(numbers),
+    )  # fmt: skip
