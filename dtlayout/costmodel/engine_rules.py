@@ -11,6 +11,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, Engine
 from dtlayout.costmodel.engine_features import KNOWN_AXES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
+from dtlayout.models.traced import FAMILY, find_whole
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.layout import Layout
@@ -55,6 +56,7 @@ def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, preci
         *check_matmuls(engine, precision), *_check_untrained(engine, model), *check_base(precision, model, layout.tp),
         *check_scaled_model(engine, precision, model), *check_scaled(engine, precision, model, layout),
         *check_fake_quant_model(engine, precision, model), *check_fake_quant(precision, model, layout),
+        *_check_traced(engine, layout, model, precision),
     ])  # fmt: skip
     return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
 
@@ -291,6 +293,29 @@ def _check_model(engine: Engine, model: ModelShape) -> list[Refusal]:
         for name, words in _NEEDS_EP.items()
         if "ep" not in engine.features.axes and getattr(model, name) is not None
     ]
+
+
+def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: Precision) -> list[Refusal]:
+    """A traced model is split as its trace allows, and nothing is put into it that reads a description's modules."""
+    if model.family != FAMILY or engine.name != OWN_ENGINE:
+        return []
+    whole = find_whole(model)
+    if "training" in whole:
+        return [Refusal("family", f"model.family={FAMILY}: {whole['training']}", "it can be predicted, not trained")]
+    broken = list[Refusal]()
+    if layout.tp > 1 and "tp" in whole:
+        broken.append(Refusal("tp", f"layout.tp={layout.tp}: {whole['tp']}", "use tp=1"))
+    asked = {
+        "cp": layout.cp > 1, "tp_overlap": layout.overlaps_tp, "precision.matmuls": precision.matmul_format is not None,
+        "precision.base": precision.base != "compute", "precision.fake_quant": precision.fake_quant != "none",
+        "adapter": model.adapter is not None,
+    }  # fmt: skip
+    broken += [
+        Refusal(key, f"{key} is for models that are described, and {model.name} was traced", "leave it out")
+        for key, is_asked in asked.items()
+        if is_asked
+    ]
+    return broken
 
 
 def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:

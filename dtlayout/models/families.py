@@ -130,14 +130,17 @@ FAMILIES: dict[str, Family] = {
             },
             ignored_keys=("mlp_bias", "output_router_logits"),
         ),
-        Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.module:build_traced"),
     )
 }  # fmt: skip
 
 
+TRACED = Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.build:build_traced")
+"""The family of the models that nobody described: their blocks are in the file of a trace."""
+
+
 def register_family(family: Family, presets: Sequence[ModelShape] = ()) -> None:
     """Make a family and its published sizes known; InvalidConfig if one of the names is taken."""
-    taken = [family.name] if family.name in FAMILIES else []
+    taken = [family.name] if family.name in (*FAMILIES, TRACED.name) else []
     if taken := taken + [shape.name for shape in presets if shape.name in PRESETS]:
         raise InvalidConfig(f"family {family.name!r}: {', '.join(taken)} is there already; choose another name")
     FAMILIES[family.name] = family
@@ -146,6 +149,8 @@ def register_family(family: Family, presets: Sequence[ModelShape] = ()) -> None:
 
 def find_family(name: str) -> Family:
     """The family called `name`; InvalidConfig names all families if there is none."""
+    if name == TRACED.name:
+        return TRACED
     if name not in FAMILIES:
         raise InvalidConfig(f"model.family={name!r} is not known; use one of {', '.join(FAMILIES)}")
     return FAMILIES[name]

@@ -20,7 +20,7 @@ from dtlayout.models.hf_config import HF_NAMES, parse_hf
 from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.presets import PRESETS
-from dtlayout.models.traced import VERSION, is_trace, parse_trace, read_trace
+from dtlayout.models.traced import FAMILY, VERSION, is_trace, parse_trace, read_trace
 from dtlayout.spec.model_shape import Experts, ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
@@ -59,8 +59,10 @@ def read_config(text: str) -> tuple[Path, dict[str, Any]]:
 
 
 def trace_model(config: Mapping[str, Any], path: Path, output: Path | None = None) -> ModelShape:
-    """The model of a config.json, the file `path`, as its own code computes it, which takes torch, transformers and some
-    seconds. The trace is kept in `output`, or in the user's cache, where it is found again.
+    """The model of a config.json, the file `path`, as its own code computes it.
+
+    That takes torch, transformers and some seconds. The trace is kept in `output`, or in the user's cache, where it is
+    found again.
 
     InvalidConfig with the reason if the model cannot be traced.
     """
@@ -122,6 +124,8 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
     A model with stretched rotary wavelengths is for as many tokens as these allow, if that is more. InvalidConfig if a
     config.json of its family cannot describe it: a Llama with the biases of a Qwen2, for instance.
     """
+    if model.family == FAMILY:  # the model's own, in which no size has changed
+        return {**read_trace(model.trace).config, NAME_KEY: model.name, "torch_dtype": number_format}
     config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in HF_NAMES.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
     config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}

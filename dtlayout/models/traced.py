@@ -116,7 +116,7 @@ def parse_trace(content: Mapping[str, Any], path: str) -> Trace:
     """The trace that a file holds, whose path its shape will name; InvalidConfig if it is of another version."""
     if content.get(MARK) != VERSION:
         raise InvalidConfig(
-            f"model.trace={path!r} has {MARK}={content.get(MARK)!r}; this dtlayout reads {VERSION}: trace the model again"
+            f"model.trace={path!r} has {MARK}={content.get(MARK)!r} and not {VERSION}; trace the model again"
         )
     try:
         return Trace(
@@ -142,6 +142,16 @@ def describe_traced(model: ModelShape) -> Description:
 def find_whole(model: ModelShape) -> Mapping[str, str]:
     """Axis → reason why the trainer cannot split a model over it; empty for one that was not traced."""
     return read_trace(model.trace).whole if model.family == FAMILY else {}
+
+
+def find_stored_name(model: ModelShape, name: str) -> str:
+    """The name on disk of a parameter, which is the model's own name of it."""
+    if model.family != FAMILY:
+        return name
+    for ours, own in read_trace(model.trace).names.items():
+        if name.startswith(f"{ours}."):
+            return own + name.removeprefix(ours)
+    return name
 
 
 def with_path(trace: Trace, path: str) -> Trace:

@@ -22,6 +22,7 @@ from dtlayout.models.operations import Weight
 from dtlayout.models.peft import find_base_folder, find_peft_problems, is_peft, read_adapter
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
 from dtlayout.models.stored_names import StoredWeight, store
+from dtlayout.models.traced import find_stored_name
 from dtlayout.spec.model_shape import Experts, ModelShape
 
 FILE_BYTES = 2 << 30
@@ -44,7 +45,8 @@ def list_stored(model: ModelShape) -> Iterator[StoredWeight]:
     """Each parameter with its tensors in a Hugging Face folder, in the model's order; tied embeddings once."""
     table = find_family(model.family).stored_names
     for block, weight in _list_described(model):
-        yield store(weight, block, table)
+        stored = store(weight, block, table)
+        yield replace(stored, tensors=tuple(find_stored_name(model, name) for name in stored.tensors))
 
 
 def _list_described(model: ModelShape) -> Iterator[tuple[str, Weight]]:
@@ -67,7 +69,8 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
     A tied weight that is stored under both its names is read under both, since only one would be taken.
     """
     wanted = {name: weight.tensor_shape for weight in list_stored(model) for name in weight.tensors}
-    extra = stored.keys() - wanted.keys() - model.aliases.keys()
+    aliases = {find_stored_name(model, second): find_stored_name(model, first) for second, first in model.aliases.items()}
+    extra = stored.keys() - wanted.keys() - aliases.keys()
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{n} is in none of the model's modules" for n in sorted(extra) if not _COMPUTED.fullmatch(n)]
     there = {name: (stored[name], shape) for name, shape in wanted.items() if name in stored}
@@ -79,7 +82,7 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
     problems += [
         f"{second} differs from {first}, which is used in its place where embeddings are tied; to keep it, say "
         f"tied_embeddings=false (in config.json tie_word_embeddings), or remove it from its file to go on without it"
-        for second, first in model.aliases.items()
+        for second, first in aliases.items()
         if second in stored and first in stored and not are_equal(stored, first, second)
     ]
     return name_first(problems)

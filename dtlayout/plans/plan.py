@@ -231,9 +231,12 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
         opening, closing = "input-gather-cast", "rowwise-scatter-cast"
     styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
     for blocks, operations in _list_blocks(model):
+        inner = {each.module for each in operations if isinstance(each, Linear) and each.style != "rowwise"}
         for operation in operations:
             match operation:
-                case Norm(is_of_heads=True):
+                case Norm(parameters=()):  # nothing of it is split, and it has no gradient
+                    continue
+                case Norm() if operation.is_of_heads or operation.reads in inner:
                     styles[f"{blocks}.{operation.module}"] = "head-norm"
                 case Norm() if scatter:
                     styles[f"{blocks}.{operation.module}"] = "sequence"

@@ -10,6 +10,7 @@ logits and their part of the loss, as in Megatron (arXiv:1909.08053, sec. 3). Le
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from dtlayout.base.errors import InvalidConfig
@@ -39,6 +40,9 @@ from dtlayout.plans.collectives import (
 from dtlayout.plans.overlap import multiply_while_scattering, projecting
 from dtlayout.plans.plan import TensorStyle
 
+HIDDEN_STATES = "hidden_states"
+"""Name by which modules of transformers take hidden states, where they are no first argument."""
+
 
 class _CollectiveStyle(ParallelStyle):
     def __init__(self, collective: Move):
@@ -54,7 +58,15 @@ class GatherInput(_CollectiveStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         collective, group = self.collective, Group.of(device_mesh)
-        module.register_forward_pre_hook(lambda _, inputs: (collective(inputs[0], group), *inputs[1:]))
+
+        def gather(
+            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if inputs:
+                return (collective(inputs[0], group), *inputs[1:]), named
+            return inputs, {**named, HIDDEN_STATES: collective(named[HIDDEN_STATES], group)}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
@@ -154,24 +166,26 @@ class _OverlappedRowwiseLinear(_RowwiseLinear):
 
 
 class HeadNorm(ParallelStyle):
-    """Style of an `RMSNorm` of this rank's heads or tokens, whose weight's gradient is a term of a sum over tp."""
+    """Style of a norm of this rank's heads or tokens, the gradients of whose parameters are terms of a sum over tp."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, RMSNorm), "heads are normalised by an RMSNorm"
-        module.__class__ = _ShardedRMSNorm
-        return _distribute(module, device_mesh, weight=Replicate())
+        names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        _distribute(module, device_mesh, **dict.fromkeys(names, Replicate()))
+        module.__class__ = _ShardedRMSNorm if isinstance(module, RMSNorm) else _with_local_terms(type(module), names)
+        return module
 
 
-class SequenceNorm(SequenceParallel):
-    """Style of a norm of this rank's tokens: an `RMSNorm` runs on plain tensors, others as in torch's style."""
+@cache
+def _with_local_terms(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A class like `kind` whose forward sees plain tensors in the place of these parameters.
 
-    def __init__(self) -> None:
-        super().__init__(use_local_output=True)
+    One class for all modules of a kind, so that torch.compile compiles their blocks once.
+    """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, RMSNorm):
-            return HeadNorm()._apply(module, device_mesh)
-        return super()._apply(module, device_mesh)
+    def view(name: str) -> property:
+        return property(lambda module: local(module._parameters[name], Partial()))
+
+    return type(f"Local{kind.__name__}", (kind,), {name: view(name) for name in names})
 
 
 class _ShardedRMSNorm(RMSNorm):
@@ -186,7 +200,8 @@ class _ReplicatedLinear(SplittableLinear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x, local(self.weight, Partial()))
+        bias = None if self.bias is None else local(self.bias, Partial())
+        return self.compute(x, local(self.weight, Partial()), bias)
 
 
 class _ReplicatedScale(ScaleVector):
@@ -312,11 +327,11 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "input-gather": lambda: GatherInput(all_gather),
     "input-gather-cast": lambda: GatherInput(all_gather_cast),
     "input-overlap": OverlappedGatherInput,
-    "sequence": SequenceNorm,
+    "sequence": HeadNorm,
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": HeadNorm,
-    "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate()),
+    "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate(), bias=Replicate()),
     "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
     "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),
     "scale-split": lambda: Placed(_LocalScale, weight=Shard(0)),

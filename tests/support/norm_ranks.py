@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtlayout.ops.norm import RMSNorm
-from dtlayout.plans.styles import STYLES, SequenceNorm
+from dtlayout.plans.styles import STYLES
 
 
 class _LigerRMSNormFunction(torch.autograd.Function):
@@ -76,7 +76,7 @@ def _compare(kernel: str) -> dict[str, float]:
     sharded = nn.Sequential(model.embed, model.norm, matmul)
     styles = {
         "0": STYLES["embedding-scatter"](),
-        "1": SequenceNorm(),
+        "1": STYLES["sequence"](),
         "2": STYLES["input-gather"](),
         "2.0": STYLES["colwise"](),
     }
