@@ -15,17 +15,17 @@ import dtlayout
 ROOT = Path(dtlayout.__file__).parent
 
 FOLDERS = [  # bottom to top; a module imports from its own folder and from those before it (architecture.md)
-    "base", "schedules", "spec", "ops", "models", "measure", "mesh", "plans", "pipelining", "costmodel", "records",
-    "config", "planner", "programs", "validation", "data", "checkpoint", "training", "dryrun", "sweep", "report",
-    "calibrate", "commands",
+    "base", "schedules", "spec", "ops", "models", "tracing", "measure", "mesh", "plans", "pipelining", "costmodel",
+    "records", "config", "planner", "programs", "validation", "data", "checkpoint", "training", "dryrun", "sweep",
+    "report", "calibrate", "commands",
 ]  # fmt: skip
 TOP = len(FOLDERS)
 """The place of `cli` and `launch`, which lie in no folder."""
 
 WITH_TORCH = [  # modules or folders that may import torch; all others plan, predict and refuse without it
-    "ops.*", "models.adapted", "models.llama", "models.feed_forward", "measure.*", "mesh.build", "mesh.parts",
-    "plans.apply", "plans.cast_gather", "plans.collectives", "plans.context", "plans.attention_tiles", "plans.disk",
-    "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap",
+    "ops.*", "models.adapted", "models.llama", "models.feed_forward", "tracing.*", "measure.*", "mesh.build",
+    "mesh.parts", "plans.apply", "plans.cast_gather", "plans.collectives", "plans.context", "plans.attention_tiles",
+    "plans.disk", "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap",
     "plans.quantize", "plans.scale", "plans.styles",
     "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
     "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "cli", "launch",
@@ -34,6 +34,7 @@ WITH_TORCH = [  # modules or folders that may import torch; all others plan, pre
 STRANGERS = {  # package: what it never sees
     "models": ("mesh", "plans", "pipelining"),
     "ops": ("mesh", "plans", "pipelining"),
+    "tracing": ("mesh", "plans", "pipelining"),
     "plans": ("pipelining",),
     "pipelining": ("plans",),
 }
@@ -145,7 +146,7 @@ def test_a_pure_module_never_imports_torch_even_in_a_function(module):
     assert not names_package(imported_names(MODULES[module].read_text()), "torch")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(("ops.", "models.", "measure."))])
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(("ops.", "models.", "tracing.", "measure."))])
 def test_what_computes_and_measures_on_one_device_knows_no_other(module):
     assert not names_package(imported_names(MODULES[module].read_text()), "torch.distributed")
 

@@ -68,14 +68,28 @@ def token_losses(
 
 
 class Head(nn.Linear):
-    """Turns hidden states into logits [B, S, V], or into the loss where targets are given."""
+    """Turns hidden states into logits [B, S, V], or into the loss where targets are given.
 
-    def __init__(self, width: int, vocab_size: int, kernel: str, dtype: torch.dtype):
-        """`kernel` is a value of `kernels.loss`."""
-        super().__init__(width, vocab_size, bias=False, dtype=dtype)
+    Logits are x = (s·h)·wᵀ + b with a factor s, or c·tanh(x/c) with a softcap c (Gemma 2, arXiv:2408.00118).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        vocab_size: int,
+        kernel: str,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        factor: float = 1.0,
+        softcap: float = 0.0,
+    ):
+        """`kernel` is a value of `kernels.loss`; a `softcap` of 0 is none."""
+        super().__init__(width, vocab_size, bias=bias, dtype=dtype)
         self.function = find_kernel(LossKernel, kernel).load()
         self.columns = Columns()
         self.token_losses: TokenLosses = token_losses
+        self.factor, self.softcap = factor, softcap
 
     def forward(self, h_BSD: Tensor, targets_BS: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
         """The logits; with targets the loss, a scalar in fp32 or finer.
@@ -83,24 +97,41 @@ class Head(nn.Linear):
         The loss is the sum of -log p(target) over targets that are not IGNORED, divided by `num_targets`.
         """
         weight_VD = self.columns.local(self.weight)
+        h_BSD = h_BSD if self.factor == 1 else h_BSD * self.factor
         if targets_BS is None:
-            return F.linear(h_BSD, weight_VD)
+            return self.multiply(h_BSD, weight_VD)
         return self.function(h_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self, 1 / num_targets)
+
+    def multiply(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D] that the factor has multiplied."""
+        return self.cap(F.linear(h_TD, weight_VD, self.local_bias()))
+
+    def local_bias(self) -> Tensor | None:
+        """The bias of these columns; None without one."""
+        return None if self.bias is None else self.columns.local(self.bias)
+
+    def cap(self, x_TV: Tensor) -> Tensor:
+        """Logits between -softcap and softcap; the argument itself without one."""
+        return self.softcap * (x_TV / self.softcap).tanh() if self.softcap else x_TV
+
+    def uncap(self, gradient_TV: Tensor, logits_TV: Tensor) -> Tensor:
+        """Turn the gradient of logits, in place, into that of what was capped: times 1 - (logits / softcap)²."""
+        return gradient_TV.mul_(1 - (logits_TV / self.softcap).square()) if self.softcap else gradient_TV
 
 
 def eager_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
     """Cross-entropy of all logits at once."""
-    return _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, 1)
+    return _CrossEntropy.apply(head.multiply(h_TD, weight_VD), targets_T, head, scale, 1)
 
 
 def chunked_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
     """Cross-entropy of logits that all exist at once; their fp32 softmax is computed chunk by chunk."""
-    return _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
+    return _CrossEntropy.apply(head.multiply(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
 
 
 def linear_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
     """Cross-entropy with only one chunk of logits at a time."""
-    return _LinearCrossEntropy.apply(h_TD, weight_VD, targets_T, head, scale)
+    return _LinearCrossEntropy.apply(h_TD, weight_VD, head.local_bias(), targets_T, head, scale)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -123,32 +154,42 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy with the head's matmul; forward leaves the gradients of hidden states and weight.
+    """Cross-entropy with the head's matmul; forward leaves the gradients of hidden states, weight and bias.
 
-    The weight's gradient is summed over the chunks in its own format; a frozen weight has none.
+    Gradients of weight and bias are summed over the chunks in their own format; what is frozen has none.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        head: Head,
+        scale: Tensor | float,
     ) -> Tensor:
         h_gradient_TD = torch.empty_like(h_TD)
         weight_gradient_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_gradient_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
         num_chunks = count_loss_chunks(len(h_TD))
         losses = []
         parts = (h_TD.chunk(num_chunks), targets_T.chunk(num_chunks), h_gradient_TD.chunk(num_chunks))
         for h, targets, h_gradient in zip(*parts, strict=True):
-            logits = F.linear(h, weight_VD)
+            logits = head.cap(F.linear(h, weight_VD, bias_V))
             gradient = torch.empty_like(logits)
             losses.append(head.token_losses(logits, targets, head.columns, scale, gradient).sum())
+            gradient = head.uncap(gradient, logits)
             torch.mm(gradient, weight_VD, out=h_gradient)
             if weight_gradient_VD is not None:
                 weight_gradient_VD.addmm_(gradient.T, h)
-        ctx.save_for_backward(h_gradient_TD, weight_gradient_VD)
+            if bias_gradient_V is not None:
+                bias_gradient_V += gradient.sum(0)
+        ctx.save_for_backward(h_gradient_TD, weight_gradient_VD, bias_gradient_V)
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        h_gradient_TD, weight_gradient_VD = ctx.saved_tensors
-        of_weight = None if weight_gradient_VD is None else weight_gradient_VD.mul_(upstream[0])
-        return h_gradient_TD.mul_(upstream[0]), of_weight, None, None, None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_input, *of_parameters = ctx.saved_tensors
+        found = (None if gradient is None else gradient.mul_(upstream[0]) for gradient in of_parameters)
+        return of_input.mul_(upstream[0]), *found, None, None, None

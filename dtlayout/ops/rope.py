@@ -45,8 +45,10 @@ class RotaryEmbedding(nn.Module):
             self.register_buffer(name, table, persistent=False)
         self.reset_buffers()
 
-    def reset_buffers(self) -> None:
-        """Compute both tables on their device."""
+    def reset_buffers(self, device: torch.device | str | None = None) -> None:
+        """Compute both tables on their device, or on another one, to which they go."""
+        if device is not None and self.cos.device.type != torch.device(device).type:
+            self.to_empty(device=device)
         if self.cos.is_meta:
             return
         cos, sin = self._compute(torch.cat([torch.arange(each.start, each.stop) for each in self.positions]))

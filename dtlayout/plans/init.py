@@ -8,6 +8,7 @@ doi:10.1145/2660193.2660195), the deviate from the inverse of the normal distrib
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dtlayout.models.families import find_weight
 from dtlayout.models.feed_forward import Mixture
 from dtlayout.ops.quantized import QuantizedRows
-from dtlayout.ops.rope import RotaryEmbedding
 from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.model_shape import ModelShape
 
@@ -27,24 +27,31 @@ CHUNK = 1 << 20
 """Elements that are computed at a time, which bounds the temporary memory to some 50 MB."""
 
 
+@runtime_checkable
+class HasTables(Protocol):
+    """A module with tables that are computed, not trained, such as rotary embeddings have."""
+
+    def reset_buffers(self, device: torch.device | str | None = None) -> None:
+        """Compute the tables on their device, or on another one, to which they go."""
+
+
 def allocate(modules: Sequence[nn.Module], device: torch.device | str) -> None:
-    """Give what of sharded modules is on the meta device its memory, and fill RoPE tables.
+    """Give what of sharded modules is on the meta device its memory, and fill tables.
 
     Parameters hold what was there.
     """
     for module in modules:
         module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         for part in module.modules():
-            if isinstance(part, RotaryEmbedding):
+            if isinstance(part, HasTables):
                 part.reset_buffers()
 
 
 def move_tables(modules: Sequence[nn.Module], device: torch.device | str) -> None:
-    """RoPE's tables, and biases of routers, of modules whose parameters lie on the host go where modules compute."""
+    """Tables, and biases of routers, of modules whose parameters lie on the host go where modules compute."""
     for part in (part for module in modules for part in module.modules()):
-        if isinstance(part, RotaryEmbedding) and part.cos.device.type != torch.device(device).type:
-            part.to_empty(device=device)
-            part.reset_buffers()
+        if isinstance(part, HasTables):
+            part.reset_buffers(device)
         if isinstance(part, Mixture) and part.correction_bias is not None:
             part.correction_bias.data = part.correction_bias.data.to(device)
 

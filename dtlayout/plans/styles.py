@@ -249,7 +249,7 @@ class VocabParallelHead(GatherInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head), "only the head has a loss"
         module.columns = _LocalVocabulary(device_mesh)
-        _distribute(module, device_mesh, weight=Shard(0))
+        _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         return super()._apply(module, device_mesh)
 
 

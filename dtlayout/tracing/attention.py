@@ -1,0 +1,135 @@
+"""Attention of the models of `transformers`, computed by our kernels; `dtlayout` is its name there.
+
+A family of `transformers` that looks its attention up by name calls `attend` with queries, keys and values. Plain
+causal attention goes to the kernel of `kernels.attention`, which is the attribute `attend` of the family's attention
+module. What kernels don't compute is done in separate operations: windows and other masks by PyTorch's
+scaled_dot_product_attention, softcaps and sinks by matmuls.
+
+Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
+"""
+
+import inspect
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dtlayout.ops.attention import bind_attention, repeat_heads
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import find_kernel
+
+NAME = "dtlayout"
+"""Name of this attention in the tables of `transformers`."""
+
+
+@cache
+def register() -> None:
+    """Enter attention and masks into the tables of `transformers`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def bind_kernel(block: nn.Module, kernel: str) -> None:
+    """Give each attention module of a block its kernel, the value of `kernels.attention`, as attribute `attend`."""
+    for part in block.modules():
+        if looks_attention_up(part):
+            part.attend = bind_attention(find_kernel(AttentionKernel, kernel))  # type: ignore[assignment]
+
+
+def looks_attention_up(module: nn.Module) -> bool:
+    """Whether a module's forward takes its attention from the tables of `transformers`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def make_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Mask [B, 1, S, S] that is true where a token sees another; None for plain causal attention.
+
+    `attention_mask` is not read: every token is there. A window that reaches over the whole sequence is none.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    window = None if local_size is None or local_size >= kv_length else local_size
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, local_size=window, **options)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as `transformers` asks for it: of [B, H, S, K] and [B, G, S, K], the result [B, S, H, K].
+
+    `softcap` bounds the scores, `s_aux` [H] are sinks, to which probability goes that no token gets.
+    """
+    width = query.shape[-1]
+    scale = width**-0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_plain = attention_mask is None and causal and value.shape[-1] == width
+    if softcap is not None or s_aux is not None or position_bias is not None:
+        y_BHSK = _attend_by_matmuls(
+            query, key, value, attention_mask, scale, causal=causal, softcap=softcap, sinks_H=s_aux, bias=position_bias
+        )
+    elif is_plain:
+        factor = scale * math.sqrt(width)  # kernels divide by the root of the width
+        query = query if math.isclose(factor, 1, rel_tol=1e-12) else query * factor
+        y_BHSK = module.attend(query, key, value, None)  # type: ignore[operator]
+    else:
+        y_BHSK = F.scaled_dot_product_attention(
+            query, repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1]), attn_mask=attention_mask,
+            is_causal=causal and attention_mask is None, scale=scale,
+        )  # fmt: skip
+    return y_BHSK.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_matmuls(
+    q_BHSK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    causal: bool,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention with scores in memory, in fp32 or finer: softcap, then bias and mask, then sinks beside the tokens."""
+    num_heads, seq_len = q_BHSK.shape[1:3]
+    scores = q_BHSK @ repeat_heads(k_BGSK, num_heads).transpose(-1, -2) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias
+    if mask is None and causal:
+        mask = torch.ones(seq_len, scores.shape[-1], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : k_BGSK.shape[2]].to(v_BGSK.dtype)
+    return shares @ repeat_heads(v_BGSK, num_heads)

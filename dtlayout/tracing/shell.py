@@ -1,0 +1,185 @@
+"""Shell: a family's base model with its blocks and ends taken out.
+
+The forward of a base model makes what its blocks need beside hidden states: masks, tables of rotary embeddings, biases
+of positions. It is run for each pipeline stage, whatever blocks the stage has. In the place of a block is a
+`Delegator`, in the place of an end a `Stub`. Both ask the `Shell` what to do. The family's loop over its blocks
+carries a tensor that nobody reads; the hidden states lie in the shell.
+
+Legend: B batch, S sequence, D model width.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Blocks = nn.ModuleDict | dict[str, nn.Module]
+"""Blocks by their numbers in the whole model."""
+Step = Callable[[int, Tensor, dict[str, Any]], Any]
+"""(number of a block, its first argument, its other arguments by name) → what the block returns."""
+
+
+class Delegator(nn.Module):
+    """Stands for a block in the family's list: it hands its arguments to a `Step`.
+
+    It has the block's plain attributes, such as `attention_type`, which loops over blocks read.
+    """
+
+    def __init__(self, number: int, block: nn.Module, step: Step):
+        super().__init__()
+        self.number, self.step = number, step
+        named = inspect.signature(inspect.unwrap(type(block).forward)).parameters.values()
+        self.argument_names = [each.name for each in named if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+        for name, value in vars(block).items():
+            if not name.startswith("_") and not isinstance(value, Tensor | nn.Module) and name not in vars(self):
+                setattr(self, name, value)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        named |= dict(zip(self.argument_names, arguments, strict=False))
+        return self.step(self.number, named.pop(self.argument_names[0]), named)
+
+
+class Stub(nn.Module):
+    """Stands for an end: it hands its arguments to a function and has no parameters."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.function(*arguments, **named)
+
+
+class Shell:
+    """A base model whose blocks and ends lie elsewhere."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        blocks: str,
+        *,
+        before: Mapping[str, tuple[nn.Module | None, int]],
+        after: list[str],
+        returns_tuple: bool,
+        takes_mask: bool,
+    ):
+        """Takes `base` apart: `blocks`, and the keys of `before` and `after`, are paths in it.
+
+        `before` has for each end that runs before the blocks the module, None where another stage has it, and the
+        width of what it returns. `after` are the ends behind the blocks, which the shell leaves out. With
+        `takes_mask` the base model is told that every token is there, so that it does not look for padding.
+        """
+        self.base, self.returns_tuple, self.takes_mask = base, returns_tuple, takes_mask
+        self.blocks: Blocks = {}
+        self.entering: Tensor | None = None
+        """Hidden states that come to the first block from outside; None where the base model makes them."""
+        self.hidden = torch.empty(0)
+        """Hidden states after the last block that ran."""
+        self.is_behind = False
+        """Whether the first block was called."""
+        self.positions = "position_ids" in inspect.signature(inspect.unwrap(type(base).forward)).parameters
+        replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
+        for path, (module, width) in before.items():
+            replace(base, path, Stub(self._make_end(module, width)))
+        for path in after:
+            replace(base, path, Stub(self._leave_out(base.get_submodule(path))))
+
+    def run(self, blocks: Blocks, entering: Tensor, seq_len: int) -> Tensor:
+        """Hidden states behind these blocks, of those before them, `entering` [B, s, D].
+
+        `seq_len` is the length S of the whole sequence, of which s tokens may be here.
+        """
+        context = entering.new_zeros(()).expand(entering.shape[0], seq_len, entering.shape[2])
+        return self._call(blocks, context, entering)
+
+    def embed(self, embedded: Tensor, first: int = 0, blocks: Blocks | None = None) -> Tensor:
+        """What enters the first block, of embedded tokens [B, s, D]; with `blocks` the hidden states behind them.
+
+        `first` is the position of the first token.
+        """
+        return self._call({} if blocks is None else blocks, embedded, None, first)
+
+    def _call(self, blocks: Blocks, inputs: Tensor, entering: Tensor | None, first: int = 0) -> Tensor:
+        options: dict[str, Any] = {}
+        if self.takes_mask:
+            options["attention_mask"] = inputs.new_ones((1, 1), dtype=torch.int64).expand(inputs.shape[:2])
+        if first and self.positions:
+            options["position_ids"] = torch.arange(first, first + inputs.shape[1], device=inputs.device)[None]
+        self.blocks, self.entering, self.hidden, self.is_behind = blocks, entering, inputs, False
+        try:
+            self.base(inputs_embeds=inputs, use_cache=False, **options)
+            return self.hidden
+        finally:
+            self.blocks, self.entering, self.hidden = {}, None, torch.empty(0)
+
+    def _step(self, number: int, h_BSD: Tensor, named: dict[str, Any]) -> Any:
+        if number == 0:
+            self.is_behind = True
+            self.hidden = h_BSD if self.entering is None else self.entering
+        if str(number) in self.blocks:
+            result = self.blocks[str(number)](self.hidden, **named)
+            self.hidden = result[0] if isinstance(result, tuple | list) else result
+        return (h_BSD,) if self.returns_tuple else h_BSD
+
+    def _make_end(self, module: nn.Module | None, width: int) -> Callable[..., Any]:
+        end = (module,)  # not registered a second time
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            if self.entering is None and end[0] is not None:
+                return end[0](*arguments, **named)
+            return self.hidden.new_zeros(()).expand(*self.hidden.shape[:2], width)
+
+        return run
+
+    def _leave_out(self, module: nn.Module) -> Callable[..., Any]:
+        """What is called behind the blocks is left out; a norm without parameters may be called before them too."""
+        end = (module,)
+        return lambda *arguments, **named: arguments[0] if self.is_behind else end[0](*arguments, **named)
+
+
+def delegate(blocks: nn.Module, step: Step) -> nn.ModuleList:
+    """A list with a `Delegator` for each of these blocks."""
+    return nn.ModuleList(Delegator(number, block, step) for number, block in enumerate(blocks.children()))
+
+
+def replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    """Put a module in the place of the one at `path`, which is returned."""
+    owner, _, name = path.rpartition(".")
+    old = root.get_submodule(path)
+    setattr(root.get_submodule(owner), name, new)
+    return old
+
+
+def own_tables(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Each buffer below `root`: the module that has it, and its name there."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None:
+                yield module, name
+
+
+def compute_tables(model: Any, module: nn.Module, fill: float = 0.0, exact: bool = False) -> dict[str, Tensor]:
+    """Values on the CPU of the buffers of one module, as the family's own code computes them.
+
+    `model` is the `PreTrainedModel` of the module. Its `_init_weights` fills the buffers of a copy of the module that
+    has no parameters; what it leaves alone keeps `fill`. With `exact` floating buffers are float64.
+    """
+    twin = copy.copy(module)
+    formats = {n: torch.float64 if exact and b.is_floating_point() else b.dtype for n, b in module.named_buffers()}
+    usual = torch.get_default_dtype()
+    with torch.device("cpu"), torch.no_grad():
+        shapes = {name: buffer.shape for name, buffer in module.named_buffers(recurse=False)}
+        tables = {name: torch.full(shape, fill).to(formats[name]) for name, shape in shapes.items()}
+        vars(twin)["_buffers"] = tables
+        vars(twin)["_parameters"] = {
+            name: None if p is None else torch.empty_like(p, device="meta") for name, p in module._parameters.items()
+        }
+        torch.set_default_dtype(torch.promote_types(model.dtype, torch.float32))  # that in which models are built
+        try:
+            model._init_weights(twin)
+        finally:
+            torch.set_default_dtype(usual)
+    return dict(vars(twin)["_buffers"])
