@@ -305,6 +305,9 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
     broken = list[Refusal]()
     if layout.tp > 1 and "tp" in whole:
         broken.append(Refusal("tp", f"layout.tp={layout.tp}: {whole['tp']}", "use tp=1"))
+    if layout.shards_sequence and "sequence_parallel" in whole:
+        what = f"layout.sequence_parallel: {whole['sequence_parallel']}"
+        broken.append(Refusal("sequence_parallel", what, "use sequence_parallel=false"))
     asked = {
         "cp": layout.cp > 1, "tp_overlap": layout.overlaps_tp, "precision.matmuls": precision.matmul_format is not None,
         "precision.base": precision.base != "compute", "precision.fake_quant": precision.fake_quant != "none",

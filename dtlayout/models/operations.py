@@ -111,7 +111,7 @@ class Norm(BaseOperation):
         """One factor for each element of what is normalised, and one term where it has a bias."""
         shape, initial = (self.width // max(1, self.num_heads),), {"weight": self.initial, "bias": "zeros"}
         return tuple(
-            Weight(f"{self.module}.{name}", shape, initial[name], "vector", trains=self.trains)  # type: ignore[arg-type]
+            Weight(f"{self.module}.{name}", shape, initial[name], "vector", trains=self.trains)
             for name in self.parameters
         )
 

@@ -69,7 +69,9 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
     A tied weight that is stored under both its names is read under both, since only one would be taken.
     """
     wanted = {name: weight.tensor_shape for weight in list_stored(model) for name in weight.tensors}
-    aliases = {find_stored_name(model, second): find_stored_name(model, first) for second, first in model.aliases.items()}
+    aliases = {
+        find_stored_name(model, second): find_stored_name(model, first) for second, first in model.aliases.items()
+    }
     extra = stored.keys() - wanted.keys() - aliases.keys()
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{n} is in none of the model's modules" for n in sorted(extra) if not _COMPUTED.fullmatch(n)]

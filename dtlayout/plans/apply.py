@@ -98,6 +98,8 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
         if isinstance(each, Colwise) and not name.startswith(tuple(below_inputs)):
             found[name] = ColwiseWithInputReduce()
             below_inputs.append(f"{name}.")  # an adapter reads what its matmul does
+    if whole := found.pop("", None):
+        whole._apply(module, tp_mesh)  # which torch's function takes for a module's child
     parallelize_module(module, tp_mesh, found)
     for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
         for owner, _, attribute in (other.rpartition(".") for other in others):
@@ -161,8 +163,8 @@ def prepare_blocks(
 def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """A function of its own, since torch.compile does not look into a `partial` of `checkpoint`."""
 
-    def run(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)  # nothing random
+    def run(*inputs: Any, **named: Any) -> Any:  # nothing is random
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **named)
 
     return run
 

@@ -24,7 +24,7 @@ each microbatch:
 | head-gather | all-gather, and these two | reduce-scatter |
 | head-norm | | (weight gradients: an all-reduce when gradients are synchronised) |
 | replicated, scale | | (weight gradients: an all-reduce when gradients are synchronised) |
-| rowwise-term, scale-split | | |
+| rowwise-term, scale-split, parts | | |
 """
 
 import re
@@ -37,6 +37,7 @@ from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, H
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
 from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.models.traced import FAMILY
 from dtlayout.spec.kernel_records import ExpertsKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Compile, Kernels
@@ -49,7 +50,7 @@ from dtlayout.spec.recompute import Recompute
 TensorStyle = Literal[
     "colwise", "rowwise", "rowwise-scatter", "rowwise-scatter-cast", "rowwise-overlap", "embedding",
     "embedding-scatter", "input", "input-gather", "input-gather-cast", "input-overlap", "sequence", "head",
-    "head-gather", "head-norm", "replicated", "rowwise-term", "scale", "scale-split",
+    "head-gather", "head-norm", "replicated", "rowwise-term", "scale", "scale-split", "parts",
 ]  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class Plan(Offload):
     """Patterns of the parameters that no gradient moves, and of which each rank has all."""
 
     def __str__(self) -> str:
-        rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
+        rows = [(pattern or "(all)", f"tp {style}") for pattern, style in self.tensor.items()]
         rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
         rows += [(pattern, "frozen") for pattern in self.frozen]
         rows += [(pattern, f"stored as {self.precision.base}") for pattern in self.quantized]
@@ -251,7 +252,11 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
             for module, style in _adapter_styles(operation).items():
                 styles[f"{blocks}.{module}"] = style
     if scatter:
-        styles[FINAL_NORM] = "sequence"
+        described = describe(model)
+        beside = (each for each in (*described.beside_embedding, *described.after_blocks) if each.split is None)
+        styles |= dict.fromkeys((each.name.rpartition(".")[0] for each in beside), "sequence")
+        if model.family == FAMILY:
+            styles[""] = "parts"
     return styles | {HEAD: "head-gather" if scatter else "head"}
 
 
@@ -275,10 +280,12 @@ def _adapter_styles(operation: Operation) -> dict[str, TensorStyle]:
 
 
 def _list_blocks(model: ModelShape) -> Iterator[tuple[str, tuple[Operation, ...]]]:
-    """Pattern of blocks, and operations of each; first blocks without experts are named one by one."""
-    for number in range(model.num_first):
-        yield BLOCKS.replace("*", str(number)), describe(model.kind_of(number)).block
-    yield BLOCKS, describe(model).block
+    """Pattern of blocks, and operations of each; blocks of another kind than most are named one by one."""
+    most = describe(model).block
+    for number in range(model.num_layers if model.block_kinds else model.num_first):
+        if (block := describe(model.kind_of(number)).block) != most:
+            yield BLOCKS.replace("*", str(number)), block
+    yield BLOCKS, most
 
 
 def context_styles(layout: Layout) -> dict[str, str]:

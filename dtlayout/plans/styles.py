@@ -171,21 +171,33 @@ class HeadNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = tuple(name for name, _ in module.named_parameters(recurse=False))
         _distribute(module, device_mesh, **dict.fromkeys(names, Replicate()))
-        module.__class__ = _ShardedRMSNorm if isinstance(module, RMSNorm) else _with_local_terms(type(module), names)
+        module.__class__ = _ShardedRMSNorm if isinstance(module, RMSNorm) else _with_local_terms(type(module), names)  # type: ignore[arg-type]
         return module
 
 
 @cache
 def _with_local_terms(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A class like `kind` whose forward sees plain tensors in the place of these parameters.
+    """A class like `kind` whose forward sees plain tensors in the place of these parameters; FSDP2 sees them whole.
 
     One class for all modules of a kind, so that torch.compile compiles their blocks once.
     """
 
     def view(name: str) -> property:
-        return property(lambda module: local(module._parameters[name], Partial()))
+        def read(module: Any) -> Tensor:
+            whole: Tensor = module._parameters[name]
+            return local(whole, Partial()) if module.computes else whole
 
-    return type(f"Local{kind.__name__}", (kind,), {name: view(name) for name in names})
+        return property(read)
+
+    def forward(module: Any, *inputs: Any, **named: Any) -> Any:
+        module.computes = True
+        try:
+            return kind.forward(module, *inputs, **named)
+        finally:
+            module.computes = False
+
+    views = {name: view(name) for name in names}
+    return type(f"Local{kind.__name__}", (kind,), {**views, "forward": forward, "computes": False})
 
 
 class _ShardedRMSNorm(RMSNorm):
@@ -216,6 +228,14 @@ class _LocalScale(ScaleVector):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * local(self.weight)
+
+
+class SequenceParts(ParallelStyle):
+    """Style of a whole model that must know which part of each sequence its hidden states are (`TracedModel`)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.tp_shards, module.tp_shard = device_mesh.size(), device_mesh.get_local_rank()  # type: ignore[assignment]
+        return module
 
 
 class VocabParallelEmbedding(_CollectiveStyle):
@@ -334,5 +354,6 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate(), bias=Replicate()),
     "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
     "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),
+    "parts": SequenceParts,
     "scale-split": lambda: Placed(_LocalScale, weight=Shard(0)),
 }

@@ -6,7 +6,7 @@ result, follows how tp splits it: what opens a branch is split by outputs, what 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ _VIEWS = {
     "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "getitem",
     "split", "chunk", "unflatten", "flatten", "t", "unbind", "narrow", "select", "to", "type_as", "float", "type",
     "detach", "dropout", "clone", "tensor_split", "split_with_sizes", "repeat_interleave", "swapaxes", "movedim",
-    "view_as", "reshape_as", "stack", "cat", "repeat",
+    "view_as", "get", "reshape_as", "stack", "cat", "repeat",
 }  # fmt: skip
 """Functions whose results hold elements of their inputs. Copies among them cost a pass that is left out."""
 _NORMS = {"rsqrt", "layer_norm", "rms_norm"}
@@ -48,10 +48,11 @@ class Value(NamedTuple):
 
 
 class _Branches(NamedTuple):
-    """How tp could split the block, and why not."""
+    """The operations of a block, why tp cannot split it, and why sequence parallelism cannot."""
 
     operations: tuple[Operation, ...]
     problems: tuple[str, ...]
+    sequence_problems: tuple[str, ...]
 
 
 def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
@@ -59,7 +60,7 @@ def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
     used in a way that nobody knows."""
     reader = _Reader(record, block)
     operations = reader.read()
-    return _Branches(operations, tuple(dict.fromkeys(reader.problems)))
+    return _Branches(operations, tuple(dict.fromkeys(reader.problems)), tuple(reader.sequence_problems))
 
 
 class _Reader:
@@ -72,6 +73,7 @@ class _Reader:
         self.consumers: dict[str, set[str]] = {}
         """Result → words for those that read it: attention, activation, stream, linear."""
         self.problems: list[str] = []
+        self.sequence_problems: list[str] = []
         self.used: set[str] = set()
         self.hidden_size = record.shapes[record.enters][-1]
         by_module: dict[str, set[str]] = {}
@@ -99,7 +101,7 @@ class _Reader:
         if left is None or HIDDEN not in left.sources:
             raise InvalidConfig("its blocks do not add to the hidden states that they read")
         self._add_rest()
-        return tuple(self._place(each) for each in self._in_order())
+        return tuple(self._place(each) for each in self.operations)
 
     # Calls
 
@@ -114,7 +116,8 @@ class _Reader:
         elif call.function == EXPERTS:
             self._read_experts(call)
         elif call.function == _ATTENTION:
-            self._attend(call, *(self.values.get(each, Value(())) for each in call.reads[:3]), call.reads[:3])
+            queries, keys, values = (self.values.get(each, Value(())) for each in call.reads[:3])
+            self._attend(call, queries, keys, values, call.reads[:3])
         else:
             self._read_other(call)
 
@@ -124,6 +127,10 @@ class _Reader:
             return
         parameters = [self.parameters[each] for each in call.reads if each in self.parameters]
         known = [self.values[each] for each in call.reads if each in self.values]
+        if call.function in _MATMULS and len(call.reads) == 2 and call.reads[1] in self.parameters:
+            self._read_linear(call, call.reads[0], call.reads[1], ())
+            self.problems.append(f"{parameters[0]} is multiplied without a module of its own")
+            return
         if any(len(self.record.shapes[each]) > 1 for each in call.reads if each in self.parameters):
             raise InvalidConfig(f"{parameters[0]} is read by {call.function}, which no plan knows")
         if not known:
@@ -166,7 +173,8 @@ class _Reader:
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
         norm = Norm(
             module, width, heads if heads > 1 else 0, self._name_read(value, width, module),
-            parameters=own, initial="zeros" if adds_one else "ones",
+            parameters=own,  # type: ignore[arg-type]
+            initial="zeros" if adds_one else "ones",
         )  # fmt: skip
         self.operations.append(norm)
         self.used.update(parameters)
@@ -368,9 +376,6 @@ class _Reader:
             self.problems += [f"{name} belongs to no norm and no linear layer" for name, _ in rest]
             self.operations.append(Pass(HIDDEN, HIDDEN, 0, parameters=tuple(rest)))
 
-    def _in_order(self) -> Iterator[Operation]:
-        yield from self.operations
-
     def _place(self, operation: Operation) -> Operation:
         """The operation with the style that its place in its branch asks for."""
         if not isinstance(operation, Linear):
@@ -382,5 +387,7 @@ class _Reader:
         if is_closing and "stream" in readers:
             return replace(operation, style="rowwise")
         if readers & {"attention", "activation"} and "linear" not in readers:
+            if "." not in operation.module:
+                self.sequence_problems.append(f"{operation.module} lies in its block, and in no module that gathers")
             return replace(operation, style="colwise")
         return operation

@@ -21,7 +21,7 @@ EXPERTS = "routed experts"
 """The function of a call that stands for a module with stacks of experts."""
 SEQ_LEN = 64
 """Tokens of the sequence that a model is traced with."""
-_INNER = {"__get__", "__set__", "__delete__", "_has_torch_function"}
+_INNER = {"__set__", "__delete__", "_has_torch_function"}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: Mapping[str, Any], block_kinds: Sequence[int]) -> dict[str, Any]:
-    """The config.json of a narrow model with the code of `config`, and blocks of all its kinds as far as eight reach."""
+    """The config.json of a narrow model with the code of `config`, and blocks of all kinds that eight hold."""
     import transformers
 
     parsed = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config(decoder=True)

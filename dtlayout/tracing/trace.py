@@ -22,6 +22,7 @@ from dtlayout.models.operations import ATTENDED, Linear, Norm, SelfAttention, We
 from dtlayout.models.tape import HIDDEN
 from dtlayout.models.traced import FAMILY, Trace
 from dtlayout.spec.model_shape import Experts, ModelShape
+from dtlayout.tracing.parts import build_model, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
 
@@ -47,9 +48,27 @@ def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
 def build(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
     """The model of a config.json on the meta device, and the version of transformers; of one with images or sound the
     part that reads text. InvalidConfig if transformers is not there, does not know the model, or knows no decoder."""
+    parsed = parse_config(config)
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    problem = ""
+    for attention in (ATTENTION, None):
+        options = {} if attention is None else {"attn_implementation": attention}
+        try:
+            with torch.device("meta"), _registered_attention():
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), **options)
+            if attention is None or model._supports_attention_backend:
+                return model.eval(), transformers.__version__
+        except Exception as error:  # whatever a model's own code raises
+            problem = _first_line(error)
+    raise InvalidConfig(f"transformers cannot build {parsed.model_type}: {problem}")
+
+
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """The `PretrainedConfig` of a config.json, of the part that reads text; InvalidConfig where there is none."""
     try:
         import transformers
-        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise InvalidConfig(
             f"a model of the family {_type_of(config)} is traced, for which transformers is needed: {error}"
@@ -64,17 +83,7 @@ def build(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
         raise InvalidConfig(f"transformers cannot read the config.json: {_first_line(error)}") from None
     if getattr(parsed, "is_encoder_decoder", False):
         raise InvalidConfig(f"{parsed.model_type} has an encoder beside its decoder")
-    problem = ""
-    for attention in (ATTENTION, None):
-        options = {} if attention is None else {"attn_implementation": attention}
-        try:
-            with torch.device("meta"), _registered_attention():
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), **options)
-            if attention is None or model._supports_attention_backend:  # type: ignore[attr-defined]
-                return model.eval(), transformers.__version__
-        except Exception as error:  # whatever a model's own code raises
-            problem = _first_line(error)
-    raise InvalidConfig(f"transformers cannot build {parsed.model_type}: {problem}")
+    return parsed
 
 
 def _type_of(config: Mapping[str, Any]) -> str:
@@ -167,7 +176,7 @@ def _describe(
     model: nn.Module, blocks_name: str, blocks: Sequence[nn.Module], records: Sequence[BlockRecord], ends: _Ends,
     config: Mapping[str, Any], name: str, library: str,
 ) -> Trace:  # fmt: skip
-    kinds, problems = dict[tuple[Operation, ...], int](), list[str]()
+    kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
     numbers = list[int]()
     if len(records) != len(blocks):
         raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
@@ -175,6 +184,7 @@ def _describe(
         found = recognize(one, block)
         numbers.append(kinds.setdefault(found.operations, len(kinds)))
         problems += found.problems
+        of_sequence += found.sequence_problems
     sides = _EndReader(model, blocks_name, ends, len(blocks))
     hidden_size = records[0].shapes[records[0].enters][-1]
     described = [
@@ -182,24 +192,35 @@ def _describe(
         for operations in kinds
     ]
     shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied)
-    problems = list(dict.fromkeys(problems + sides.problems))
     own = {key: value for key, value in sides.names.items() if key != value}
-    return Trace(
-        shape=shape, kinds=tuple(described), config=config, library=library,
-        whole={"tp": "; ".join(problems)} if problems else {}, names=own,
-    )  # fmt: skip
+    reasons = {"tp": problems, "sequence_parallel": of_sequence}
+    whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
+    if problem := _find_untrained(config, sides.names):
+        whole["training"] = problem
+    return Trace(shape=shape, kinds=tuple(described), config=config, library=library, whole=whole, names=own)
+
+
+def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """The reason why the trainer cannot take a model's stages apart; empty if it can."""
+    try:
+        with torch.device("meta"):
+            parts = find_parts(build_model(parse_config(config), torch.float32))
+    except InvalidConfig as error:
+        return "; ".join(error.problems)
+    own = {key: value for key, value in parts.names.items() if key in names}
+    return "" if own == dict(names) else f"its parts are called {own}, and {dict(names)} in its trace"
 
 
 class _EndReader:
     """Weights outside of blocks: embedding, final norm, head, and what stands beside them."""
 
     def __init__(self, model: nn.Module, blocks_name: str, ends: _Ends, num_blocks: int):
-        self.model, self.problems = model, list[str]()
+        self.model = model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         modules = {id(module): name for name, module in model.named_modules()}
         if embedding is None or head is None or id(embedding) not in modules or id(head) not in modules:
             raise InvalidConfig("it has no embedding or no head that transformers names")
-        self.is_tied = head.weight is embedding.weight or bool(model.config.get_text_config().tie_word_embeddings)
+        self.is_tied = head.weight is embedding.weight or bool(model.config.get_text_config().tie_word_embeddings)  # type: ignore[union-attr, operator]
         self.names = {EMBEDDING: modules[id(embedding)], "model.layers": blocks_name, HEAD: modules[id(head)]}
         self.embedding = Weight(f"{EMBEDDING}.weight", tuple(embedding.weight.shape), "normal", "embedding", 0)
         self.head = Weight(f"{HEAD}.weight", tuple(head.weight.shape), "normal", "head", 0)

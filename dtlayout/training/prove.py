@@ -1,0 +1,185 @@
+"""Proof that a traced model trains exactly: a narrow model with its code, on four processes and on one.
+
+The processes train one step under layouts in float64. One process runs the model of `transformers` itself, with its own
+attention and torch's loss, on the whole batch at once. Loss and every gradient are compared.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.mesh.axes import dp_rank
+from dtlayout.models.families import find_weight
+from dtlayout.models.files import trace_model
+from dtlayout.models.proofs import AXES
+from dtlayout.models.traced import read_trace
+from dtlayout.plans.init import allocate, fill_normal, find_part
+from dtlayout.spec.batch import IGNORED, Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Precision
+from dtlayout.training.build import assemble
+from dtlayout.training.optimizer import build_optimizer, set_learning_rate
+from dtlayout.training.step import TrainStep
+
+NUM_RANKS = 4
+LAYOUTS: Mapping[str, Layout] = {
+    "fsdp": Layout(dp_shard=4, zero=3, micro_batch=1, recompute="full"),
+    "pp": Layout(pp=2, dp_shard=2, zero=2, micro_batch=1),
+    "tp": Layout(tp=2, dp_shard=2, zero=3, micro_batch=1, sequence_parallel=False),
+    "sequence_parallel": Layout(tp=2, pp=2, micro_batch=1, sequence_parallel=True),
+}
+"""Axis → a layout of four ranks that has it, beside others."""
+_BATCH, _SEED, _LIMIT_S = Batch(global_batch=8, seq_len=16), 5, 300.0
+_EXACT = Precision(params="float64", compute="float64", reduce="float64")
+_STD = 0.1
+
+
+def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | str]:
+    """Axis → the largest relative difference of loss or gradients from one process, or a reason why it was not tried.
+
+    DtlayoutError if the processes end without an answer, or take more than five minutes.
+    """
+    from dtlayout.tracing.shrink import shrink
+
+    trace = read_trace(model.trace)
+    found: dict[str, float | str] = {axis: trace.whole[axis] for axis in axes if axis in trace.whole}
+    if "training" in trace.whole:
+        return dict.fromkeys(axes, trace.whole["training"])
+    if "tp" in found and "sequence_parallel" in axes:
+        found["sequence_parallel"] = found["tp"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = shrink(trace.config, trace.shape.block_kinds)
+        small = trace_model(config, Path(folder) / "config.json", Path(folder) / "trace.json")
+        for axis in axes:
+            if axis not in found:
+                try:
+                    LAYOUTS[axis].check(small, _BATCH)
+                except InvalidConfig as error:
+                    found[axis] = "; ".join(error.problems)
+        wanted = [axis for axis in axes if axis not in found]
+        if wanted:
+            found |= _start(small, wanted, folder)
+    return {axis: found[axis] for axis in axes}
+
+
+def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, float]:
+    context = torch.multiprocessing.start_processes(
+        _work, (small, axes, folder), nprocs=NUM_RANKS, join=False, start_method="spawn"
+    )
+    ends = time.monotonic() + _LIMIT_S
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > ends:
+                raise DtlayoutError(f"{small.name} was not proved within {_LIMIT_S:.0f} s")
+    except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
+        print(str(error)); last = str(error).strip().rpartition("\n")[2]
+        raise DtlayoutError(f"{small.name} was not proved on {' and '.join(axes)}: {last}") from None
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    answers = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    return {axis: max(answer[axis] for answer in answers) for axis in axes}
+
+
+def _work(rank: int, small: ModelShape, axes: Sequence[str], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+    expected = compute_reference(small, *make_rows(small))
+    differences = {axis: _compare(small, LAYOUTS[axis], expected) for axis in axes}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(differences))
+    dist.destroy_process_group()
+
+
+def make_rows(model: ModelShape) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a global batch, of which some are none."""
+    generator = torch.Generator().manual_seed(_SEED)
+    size = (_BATCH.global_batch, _BATCH.seq_len)
+    tokens, targets = (torch.randint(model.vocab_size, size, generator=generator) for _ in range(2))
+    targets[:, :3] = IGNORED
+    return tokens, targets
+
+
+def fill(named: Sequence[tuple[str, Tensor]], model: ModelShape) -> None:
+    """Give every parameter random values by its name, around 1 where its initial value is 1."""
+    for name, parameter in named:
+        fill_normal(parameter, _STD, _SEED, model.aliases.get(name, name))
+        if find_weight(model, name).initial == "ones":
+            part = find_part(parameter)[0]
+            assert isinstance(part, Tensor), "nothing is quantized"
+            part.add_(1.0)
+
+
+def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Loss, as "loss", and gradients by our names, as the model of `transformers` has them on one process."""
+    from transformers import AutoModelForCausalLM
+
+    from dtlayout.tracing.build import read_config
+    from dtlayout.tracing.parts import find_parts, without_dropout
+
+    config = without_dropout(read_config(model.trace))
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    with torch.device("meta"):
+        parts = find_parts(AutoModelForCausalLM.from_config(config))
+    named = {parts.from_family(name): parameter for name, parameter in whole.named_parameters()}
+    with torch.no_grad():
+        fill(list(named.items()), model)
+    logits = whole(input_ids=tokens, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = loss / (targets != IGNORED).sum()
+    loss.backward()
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
+    return {"loss": loss.detach(), **gradients}
+
+
+def _compare(model: ModelShape, layout: Layout, expected: Mapping[str, Tensor]) -> float:
+    """The largest relative difference of this rank's loss and gradients from those of one process."""
+
+    def give(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: str) -> None:
+        allocate(modules, device)
+        with torch.no_grad():
+            fill([named for module in modules for named in module.named_parameters()], model)
+
+    assembly = assemble(
+        model, _BATCH, layout, Kernels(), _EXACT, seed=_SEED, device_type="cpu", give_weights=give
+    )  # fmt: skip
+    optimizer = build_optimizer(assembly.modules, model, AdamW(), assembly.disk)
+    set_learning_rate(optimizer, 0.0)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=1e30, mesh=assembly.mesh, model=model)
+    found = list[float]()
+
+    def note(*_: Any) -> None:
+        for module in assembly.modules:
+            for name, parameter in module.named_parameters():
+                gradient = parameter.grad
+                gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                assert gradient is not None, f"{name} has no gradient"
+                found.append(_distance(gradient, expected[model.aliases.get(name, name)]))
+
+    optimizer.register_step_pre_hook(note)
+    rows = _BATCH.global_batch // layout.dp
+    first = dp_rank(dist.get_rank(), layout) * rows
+    tokens, targets = (each[first : first + rows] for each in make_rows(model))
+    result = step(tokens, targets)
+    found.append(_distance(torch.tensor(result.loss, dtype=torch.float64), expected["loss"]))
+    return max(found)
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """‖a - b‖ / ‖b‖, or ‖a‖ where b is 0."""
+    size = float(theirs.norm())
+    return float((ours - theirs).norm()) / (size if size > 0 else 1.0)
