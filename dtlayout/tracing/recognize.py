@@ -26,6 +26,7 @@ _VIEWS = {
     "view_as", "get", "reshape_as", "stack", "cat", "repeat",
 }  # fmt: skip
 """Functions whose results hold elements of their inputs. Copies among them cost a pass that is left out."""
+_CUTS = {"split", "chunk", "tensor_split", "split_with_sizes", "getitem"}
 _NORMS = {"rsqrt", "layer_norm", "rms_norm"}
 _SUMS = {"add", "iadd", "radd"}
 _ATTENTION = "scaled_dot_product_attention"
@@ -75,6 +76,10 @@ class _Reader:
         self.problems: list[str] = []
         self.sequence_problems: list[str] = []
         self.used: set[str] = set()
+        self.cut: set[str] = set()
+        """Matmuls whose results are cut into pieces before they have heads."""
+        self.fixed: set[str] = set()
+        """Matmuls, or attention, whose results get a number of heads that is not left to the tensor's size."""
         self.hidden_size = record.shapes[record.enters][-1]
         by_module: dict[str, set[str]] = {}
         for call in record.calls:
@@ -151,6 +156,18 @@ class _Reader:
         made = Value(sources, passes, rotated, scores is not None, scores.of_scores if scores else ())
         for each in call.makes:
             self.values[each] = made
+        self._note_shape(call, known)
+
+    def _note_shape(self, call: Call, known: Sequence[Value]) -> None:
+        """Note how the result of a matmul gets heads, or that of attention loses them."""
+        if len(known) != 1 or len(known[0].sources) != 1:
+            return
+        entered = next(each for each in call.reads if each in self.values)
+        before, after = (len(self.record.shapes[each]) for each in (entered, call.makes[0]))
+        if call.function in _CUTS and before == 3 and len(call.makes) > 1:
+            self.cut.add(known[0].sources[0])
+        if call.function in ("view", "reshape", "unflatten") and before != after and -1 not in call.numbers:
+            self.fixed.add(known[0].sources[0])
 
     def _count_heads(self, tensor: int) -> tuple[int, int]:
         """Heads and width of a tensor with a width for each head of each token."""
@@ -335,8 +352,14 @@ class _Reader:
             for root, local, fuses in zip(roots, (True, True, False), (False, True, True), strict=True):
                 if root in self.linears:
                     self._replace(self.linears[root], replace(self.linears[root], is_local=local, fuses=fuses))
-        elif not is_latent:
-            self.problems.append(f"{roots[-1]} holds several of queries, keys and values in one matrix")
+        self.problems += [
+            f"{root} holds several of queries, keys and values in one matrix, one after the other"
+            for root in dict.fromkeys(roots)
+            if root in self.cut and roots.count(root) > 1
+        ]
+        self.problems += [
+            f"{root} makes a fixed number of heads" for root in dict.fromkeys(roots) if root in self.fixed
+        ]
 
     def _replace(self, before: Linear, after: Linear) -> None:
         self.linears[after.module] = after
@@ -368,6 +391,8 @@ class _Reader:
 
     def _add_rest(self) -> None:
         """Vectors that passes read, such as scales of a branch, become an operation at the end of the block."""
+        if ATTENDED in self.fixed:
+            self.problems.append("attention's result is joined to a fixed width")
         rest = [(name, tuple(each.shape)) for name, each in self.block.named_parameters() if name not in self.used]
         unread = [name for name, shape in rest if len(shape) > 1]
         if unread:

@@ -42,6 +42,8 @@ def shrink(config: Mapping[str, Any], block_kinds: Sequence[int]) -> dict[str, A
             small[key] = min(value, few)
         elif common == "num_key_value_heads":
             small[key] = 1 if value == 1 else HEADS if value == parsed.num_attention_heads else KV_HEADS
+        elif common == "head_dim" and hasattr(parsed, "qk_rope_head_dim"):
+            small[key] = _SIZES["qk_rope_head_dim"]
         elif common in _SIZES or key in _INNER_NAMES:
             small[key] = min(value, _SIZES.get(common, INNER))
         elif key in _IDS:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.mesh.axes import dp_rank
@@ -85,7 +86,7 @@ def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, flo
             if time.monotonic() > ends:
                 raise DtlayoutError(f"{small.name} was not proved within {_LIMIT_S:.0f} s")
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
-        print(str(error)); last = str(error).strip().rpartition("\n")[2]
+        last = str(error).strip().rpartition("\n")[2]
         raise DtlayoutError(f"{small.name} was not proved on {' and '.join(axes)}: {last}") from None
     finally:
         for process in context.processes:
@@ -99,10 +100,25 @@ def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, flo
 def _work(rank: int, small: ModelShape, axes: Sequence[str], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    expected = compute_reference(small, *make_rows(small))
-    differences = {axis: _compare(small, LAYOUTS[axis], expected) for axis in axes}
+    with _InFloat64():
+        expected = compute_reference(small, *make_rows(small))
+        differences = {axis: _compare(small, LAYOUTS[axis], expected) for axis in axes}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(differences))
     dist.destroy_process_group()
+
+
+class _InFloat64(TorchFunctionMode):
+    """Inside, what a model asks to be computed in float32, such as norms and softmax, is computed in float64.
+
+    Else a difference of 1e-16 in what comes in could become one of 1e-7 where it is rounded.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        widened = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        named = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
+        return function(*widened, **named)
 
 
 def make_rows(model: ModelShape) -> tuple[Tensor, Tensor]:
@@ -135,6 +151,7 @@ def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dic
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
     with torch.device("meta"):
         parts = find_parts(AutoModelForCausalLM.from_config(config))
+    whole.get_input_embeddings().padding_idx = None  # the token of padding is trained as any other
     named = {parts.from_family(name): parameter for name, parameter in whole.named_parameters()}
     with torch.no_grad():
         fill(list(named.items()), model)
