@@ -244,6 +244,10 @@ def _check_sharing(model: nn.Module, blocks: str, embedding: nn.Module, head: nn
     known = set(model.state_dict()) - {n for n, _ in model.named_parameters(remove_duplicate=False)}
     if known:
         raise InvalidConfig(f"{name} keeps in its checkpoint what is not trained: {min(known)}")
+    for path, part in model.named_modules():
+        hidden = [attribute for attribute, value in vars(part).items() if isinstance(value, Tensor)]
+        if hidden:
+            raise InvalidConfig(f"{name} keeps a tensor that is no buffer: {path}.{hidden[0]}")
     for part in {part for part, _ in own_tables(model)}:
         filled = [compute_tables(model, part, fill) for fill in (0.0, 1.0)]
         for table, values in filled[0].items():
@@ -302,7 +306,7 @@ class _BaseRun:
                 break
         num_blocks = len(self.model.get_submodule(self.blocks))
         if self.blocks_seen != [*range(num_blocks)]:
-            raise self._refuse(f"does not run each of its {num_blocks} blocks once, in their order")
+            raise self._refuse("does not run each of its blocks once, in their order")
         unused = [
             path
             for path in self.ends
@@ -352,7 +356,9 @@ class _BaseRun:
         if not isinstance(h, Tensor):
             raise TypeError("blocks return no tuples")
         if self.after:
-            raise self._refuse(f"runs {self.after[0]} between its blocks")
+            raise self._refuse(f"runs {self.after[0]} neither before nor behind all of its blocks")
+        if number != len(self.blocks_seen):
+            raise self._refuse("does not run each of its blocks once, in their order")
         if number > 0 and h is not self.last:
             raise self._refuse("changes hidden states between its blocks")
         if number == 0 and not h.requires_grad:
