@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -125,7 +126,8 @@ def find_difference(answer: Answer, *stages: TracedModel) -> float:
             own = stage.parts.to_family(name)
             own = own if own in answer.gradients else f"{stage.parts.embedding}.weight"  # the head of a tied model
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[own] = found.get(own, torch.zeros_like(parameter)) + gradient
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            found[own] = found.get(own, torch.zeros_like(whole)) + whole
     assert set(found) == set(answer.gradients)
     largest = max(gradient.abs().max() for gradient in answer.gradients.values())
     return max(float((found[name] - answer.gradients[name]).abs().max() / largest) for name in found)
