@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtlayout.base.errors import KernelError
 from dtlayout.spec.batch import IGNORED
 from dtlayout.spec.kernel_records import LossKernel
 from dtlayout.spec.kernel_table import find_kernel
@@ -87,6 +88,11 @@ class Head(nn.Linear):
         """`kernel` is a value of `kernels.loss`; a `softcap` of 0 is none."""
         super().__init__(width, vocab_size, bias=bias, dtype=dtype)
         self.function = find_kernel(LossKernel, kernel).load()
+        if (bias or softcap) and self.function not in (eager_loss, chunked_loss, linear_loss):
+            raise KernelError(
+                f"kernels.loss={kernel} computes logits without bias and softcap, of which this model has one; use "
+                f"kernels.loss=linear"
+            )
         self.columns = Columns()
         self.token_losses: TokenLosses = token_losses
         self.factor, self.softcap = factor, softcap

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.tracing.attention import NAME, register
 from dtlayout.tracing.logits import Logits, find_logits
-from dtlayout.tracing.shell import Stub, compute_tables, delegate, own_tables, replace
+from dtlayout.tracing.shell import Stub, compute_tables, delegate, own_tables, replace, takes_positions
 
 EMBEDDING, BLOCKS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
 """Our names of parts that every model has; a model may lack the final norm."""
@@ -58,10 +58,13 @@ class ModelParts:
     returns_tuple: bool = False
     """Whether blocks return a tuple that begins with the hidden states."""
 
+    can_shard_sequence: bool = True
+    """Whether what enters the blocks can be made of a part of a sequence: positions can be given, or none are read."""
+
     @property
     def names(self) -> dict[str, str]:
         """Our name of each part → the family's path of it."""
-        norm = next((path for path in self.after if "norm" in path.rpartition(".")[2] or "ln" in path), None)
+        norm = next((path for path in self.after if _is_norm(path.rpartition(".")[2])), None)
         ends = {NORM if path == norm else f"model.{path.rpartition('.')[2]}": path for path in self.ends}
         return {EMBEDDING: self.embedding, BLOCKS: self.blocks, **ends, HEAD: self.head}
 
@@ -85,6 +88,10 @@ class ModelParts:
     def from_family(self, name: str) -> str:
         """Our name of a parameter, given the family's."""
         return _rename(name, {own: ours for ours, own in self.names.items()})
+
+
+def _is_norm(attribute: str) -> bool:
+    return "norm" in attribute or attribute.startswith("ln")
 
 
 def _rename(name: str, prefixes: Mapping[str, str]) -> str:
@@ -173,6 +180,7 @@ def find_parts(model: Any) -> ModelParts:
         logits=find_logits(model, base, paths[id(head)]),
         embedding_scale=_find_scale(model, embedding),
         returns_tuple=returns_tuple,
+        can_shard_sequence=not run.reads_positions or takes_positions(model.get_submodule(base)),
     )
     if len(parts.names) < len(parts.ends) + 3:
         raise InvalidConfig(f"{name} has ends with the same name: {', '.join(parts.ends)}")
@@ -244,6 +252,10 @@ def _check_sharing(model: nn.Module, blocks: str, embedding: nn.Module, head: nn
     known = set(model.state_dict()) - {n for n, _ in model.named_parameters(remove_duplicate=False)}
     if known:
         raise InvalidConfig(f"{name} keeps in its checkpoint what is not trained: {min(known)}")
+    for path, part in model.named_modules():
+        hidden = [attribute for attribute, value in vars(part).items() if isinstance(value, Tensor)]
+        if hidden:
+            raise InvalidConfig(f"{name} keeps a tensor that is no buffer: {path}.{hidden[0]}")
     for part in {part for part, _ in own_tables(model)}:
         filled = [compute_tables(model, part, fill) for fill in (0.0, 1.0)]
         for table, values in filled[0].items():
@@ -286,6 +298,8 @@ class _BaseRun:
     def _forget(self) -> None:
         self.blocks_seen, self.widths, self.after = list[int](), dict[str, int](), list[str]()
         self.last: Any = None
+        self.reads_positions = False
+        """Whether an end before the blocks reads something else than embedded tokens."""
 
     def find_order(self) -> tuple[bool, dict[str, int], tuple[str, ...]]:
         """Whether blocks return tuples, the ends before them with their widths, and the ends behind them."""
@@ -302,7 +316,7 @@ class _BaseRun:
                 break
         num_blocks = len(self.model.get_submodule(self.blocks))
         if self.blocks_seen != [*range(num_blocks)]:
-            raise self._refuse(f"does not run each of its {num_blocks} blocks once, in their order")
+            raise self._refuse("does not run each of its blocks once, in their order")
         unused = [
             path
             for path in self.ends
@@ -352,7 +366,9 @@ class _BaseRun:
         if not isinstance(h, Tensor):
             raise TypeError("blocks return no tuples")
         if self.after:
-            raise self._refuse(f"runs {self.after[0]} between its blocks")
+            raise self._refuse(f"runs {self.after[0]} neither before nor behind all of its blocks")
+        if number != len(self.blocks_seen):
+            raise self._refuse("does not run each of its blocks once, in their order")
         if number > 0 and h is not self.last:
             raise self._refuse("changes hidden states between its blocks")
         if number == 0 and not h.requires_grad:
@@ -370,6 +386,7 @@ class _BaseRun:
         def run_before(*arguments: Any, **named: Any) -> Tensor:
             shape = end(*map(_on_meta, arguments), **{k: _on_meta(v) for k, v in named.items()}).shape
             self.widths[path] = shape[-1]
+            self.reads_positions |= not any(each.requires_grad for each in _tensors([*arguments, *named.values()]))
             return torch.zeros(shape, device="cpu", requires_grad=True).clone()  # families add in place
 
         def run(*arguments: Any, **named: Any) -> Any:

@@ -80,7 +80,6 @@ class Shell:
         """Hidden states after the last block that ran."""
         self.is_behind = False
         """Whether the first block was called."""
-        self.positions = "position_ids" in inspect.signature(inspect.unwrap(type(base).forward)).parameters
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
         for path, (module, width) in before.items():
             replace(base, path, Stub(self._make_end(module, width)))
@@ -106,7 +105,7 @@ class Shell:
         options: dict[str, Any] = {}
         if self.takes_mask:
             options["attention_mask"] = inputs.new_ones((1, 1), dtype=torch.int64).expand(inputs.shape[:2])
-        if first and self.positions:
+        if first and takes_positions(self.base):
             options["position_ids"] = torch.arange(first, first + inputs.shape[1], device=inputs.device)[None]
         self.blocks, self.entering, self.hidden, self.is_behind = blocks, entering, inputs, False
         try:
@@ -151,6 +150,11 @@ def replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
     old = root.get_submodule(path)
     setattr(root.get_submodule(owner), name, new)
     return old
+
+
+def takes_positions(base: nn.Module) -> bool:
+    """Whether a base model can be given the positions of its tokens."""
+    return "position_ids" in inspect.signature(inspect.unwrap(type(base).forward)).parameters
 
 
 def own_tables(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dtlayout.ops.loss import Head, token_losses
+from dtlayout.base.errors import KernelError
+from dtlayout.ops.loss import Head, eager_loss, token_losses
 from dtlayout.spec import kernel_table
 from dtlayout.spec.batch import IGNORED
 from dtlayout.spec.kernels import count_loss_chunks
@@ -44,6 +45,50 @@ def reference(targets: Tensor, *, dtype=torch.float64, scale=0.37) -> tuple[Tens
 def test_every_kernel_is_the_reference_forward_and_backward(kernel, targets):
     assert 0 < (MASKED != IGNORED).sum() < MASKED.numel()
     torch.testing.assert_close(run(kernel, targets), reference(targets))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"factor": 0.3}, {"softcap": 2.0}, {"bias": True, "factor": 3.0, "softcap": 5.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", LOSSES)
+def test_bias_factor_and_softcap_are_those_of_separate_operations_in_every_kernel(kernel, options):
+    head = Head(D, V, kernel, torch.float64, **options)
+    head.weight.data = WEIGHT.clone()
+    if head.bias is not None:
+        head.bias.data = torch.linspace(-1, 2, V, dtype=torch.float64)
+    hidden = HIDDEN.clone().requires_grad_()
+    leaves = [hidden, *head.parameters()]
+    loss = head(hidden, MASKED, 1 / 0.37)
+    found = torch.autograd.grad(loss, leaves)
+    logits = F.linear(hidden * options.get("factor", 1.0), head.weight, head.bias)
+    cap = options.get("softcap")
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = F.cross_entropy(logits.flatten(0, 1), MASKED.flatten(), ignore_index=IGNORED, reduction="sum") * 0.37
+    torch.testing.assert_close(head(hidden), logits)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, leaves))
+
+
+def test_a_frozen_bias_has_no_gradient():
+    head = Head(D, V, "linear", torch.float64, bias=True)
+    head.bias.requires_grad_(False)
+    head(HIDDEN, TARGETS).backward()
+    assert head.bias.grad is None and head.weight.grad is not None
+
+
+def test_a_kernel_that_knows_neither_bias_nor_softcap_is_refused(monkeypatch):
+    class Foreign:
+        @staticmethod
+        def load():
+            return lambda *arguments: eager_loss(*arguments)
+
+    monkeypatch.setattr("dtlayout.ops.loss.find_kernel", lambda *_: Foreign)
+    assert Head(D, V, "foreign", torch.float64, factor=2.0).factor == 2
+    for options in ({"bias": True}, {"softcap": 3.0}):
+        with pytest.raises(KernelError, match="loss=foreign computes logits without bias and softcap"):
+            Head(D, V, "foreign", torch.float64, **options)
 
 
 @pytest.mark.parametrize("num_targets", [3.7, torch.tensor(3.7, dtype=torch.float64)], ids=["number", "tensor"])
