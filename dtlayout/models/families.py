@@ -100,10 +100,6 @@ FAMILIES: dict[str, Family] = {
             name="mistral", architecture="MistralForCausalLM", defaults=_MISTRAL,
             window=WindowRule(is_listed=False), ignored_keys=("attention_bias", "mlp_bias"),
         ),
-        Family(
-            name="ministral", architecture="MinistralForCausalLM", defaults=_MISTRAL, window=WindowRule(),
-            ignored_keys=("attention_bias", "mlp_bias"),
-        ),
         *PLANNED,
     )
 }  # fmt: skip

@@ -35,6 +35,12 @@ _OLMO2 = {"norms": "after", "wide_qk_norm": True}
 
 PLANNED: tuple[Family, ...] = (
     Family(
+        name="ministral", architecture="MinistralForCausalLM",
+        untrained="transformers computes none of it whose blocks have no window",
+        window=WindowRule(),
+        defaults=size_model(32_000, 4096, 14_336, 32, 32, 8) | {"sliding_window": 4096},
+    ),
+    Family(
         name="ministral3", architecture="Ministral3ForCausalLM", untrained="it scales queries by their positions",
         window=WindowRule(is_listed=False),
         defaults=size_model(131_072, 4096, 14_336, 34, 32, 8) | {"rms_norm_eps": 1e-05, "rope_theta": 1_000_000.0,

@@ -143,4 +143,4 @@ def test_a_name_that_is_taken_is_refused():
     with pytest.raises(InvalidConfig, match="family 'llama': llama, debug is there already"):
         register_family(Family(name="llama"), [find_preset("debug")])
     trained = {name for name, family in FAMILIES.items() if not family.untrained}
-    assert trained == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral", "ministral"}
+    assert trained == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral"}

@@ -28,13 +28,12 @@ from dtlayout.ops.rope import rotary_frequencies
 from dtlayout.spec.model_shape import ModelShape
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral", "ministral")
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral")
 """Families that train, and are here without a plugin."""
 
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "ministral": {"head_dim": 128},
 }
 """Family → keys of a config.json without which `transformers` builds no model."""
 
@@ -69,8 +68,8 @@ def find_numbers(model: Any) -> dict[str, Any]:
 
 
 def find_window(model: Any, attention: Any) -> int | None:
-    """The window of a block's attention, which Mixtral takes from its config alone."""
-    return model.config.sliding_window if model.config.model_type == "mixtral" else \
+    """The window of a block's attention, which Mixtral and Mistral take from their config alone."""
+    return model.config.sliding_window if model.config.model_type in ("mixtral", "mistral") else \
         getattr(attention, "sliding_window", None)  # fmt: skip
 
 
@@ -152,7 +151,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         kept.pop("sliding_window", None)  # a Llama that has a window is refused
     elif kept["use_sliding_window"] and kept.get("max_window_layers") is None:
         kept["max_window_layers"] = 40
-    if family in ("mistral", "ministral") and kept.get("num_key_value_heads", 2) is None:
+    if family == "mistral" and kept.get("num_key_value_heads", 2) is None:
         kept["num_key_value_heads"] = 2  # null is refused by transformers
     if family == "dots1":
         if kept.get("max_window_layers", 62) < kept["num_hidden_layers"]:
