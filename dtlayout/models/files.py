@@ -63,6 +63,8 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
     A model with stretched rotary wavelengths is for as many tokens as these allow, if that is more. InvalidConfig if a
     config.json of its family cannot describe it: a Llama with the biases of a Qwen2, for instance.
     """
+    if reason := find_family(model.family).untrained:
+        raise InvalidConfig(f"model.family={model.family} is planned, not trained: {reason}; no config.json is written")
     config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in SIZE_KEYS.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
     config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}
