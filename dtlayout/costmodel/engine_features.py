@@ -151,7 +151,8 @@ class Features:
     `ALIGNMENT` does not divide stay in the compute format; other programs are predicted as if they took any."""
     untrained: tuple[str, ...] = ()
     """Keys of [model] that the program cannot train at other values than their defaults, although it is predicted with
-    them. Only a check of a run refuses them."""
+    them; "family" stands for the families that are planned alone (`Family.untrained`). Only a check of a run refuses
+    them."""
     always_sequence_parallel: bool = False
     """True if tensor parallelism always shards the sequence too."""
     data_parallel: tuple[str, ...] = DATA_PARALLEL
@@ -224,8 +225,12 @@ class Features:
         return next(name for name, size in BYTES.items() if size == self.gradient_bytes)
 
     def find_untrained(self, model: ModelShape) -> list[tuple[str, Any, Any]]:
-        """Key, value and default of each key of [model] that the program is predicted with, but cannot train."""
-        values = [(name, self._read(model, name), _MODEL_DEFAULTS[name]) for name in self.untrained]
+        """Key, value and default of each key of [model] that the program is predicted with, but cannot train.
+
+        Families have a rule of their own.
+        """
+        names = [name for name in self.untrained if name != "family"]
+        values = [(name, self._read(model, name), _MODEL_DEFAULTS[name]) for name in names]
         return [(name, value, default) for name, value, default in values if value not in (None, default)]
 
     @staticmethod

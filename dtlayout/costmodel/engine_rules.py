@@ -9,6 +9,7 @@ from dataclasses import replace
 from dtlayout.base.refusals import Refusal, describe, show_value
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine
 from dtlayout.costmodel.engine_features import KNOWN_AXES
+from dtlayout.models.families import FAMILIES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
 from dtlayout.models.traced import FAMILY, find_whole
@@ -322,7 +323,11 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
 
 
 def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
-    """Keys of the model that the engine cannot train are at their defaults."""
+    """The engine trains the model's family, and keys of the model that it cannot train are at their defaults."""
+    family = FAMILIES.get(model.family)
+    if "family" in engine.features.untrained and family and family.untrained:
+        what = f"model.family={family.name} is planned, not trained: {family.untrained}"
+        return [Refusal("model.family", what, "use a model of another family, or --engine for another program")]
     return [
         _only_predicted(f"model.{name}", "use a model without")
         if default is None

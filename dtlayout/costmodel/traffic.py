@@ -37,8 +37,9 @@ _RESCALED_TRAFFIC_BYTES = 16.0
 products that make the vector's gradient, and a read of these."""
 _ANY = Kernels()
 """Kernels for a caller that asks nothing of experts."""
-_WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts"})
-"""Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm."""
+_WITHOUT_PASSES = frozenset({"scale", "matmul", "gather", "sum", "attention", "dispatch", "experts", "alias"})
+"""Kinds of entries that are priced elsewhere: as matmuls, collectives, attention, permutations or a part of a norm. An
+alias moves nothing."""
 
 
 def own_part(tensor: BlockTensor, layout: Layout) -> float:

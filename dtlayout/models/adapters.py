@@ -13,7 +13,7 @@ from typing import Literal
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, Operation
-from dtlayout.models.operations import Linear, Norm, Weight
+from dtlayout.models.operations import Linear, Norm, SelfAttention, Weight
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.adapter import IA3_INPUTS, IA3_TARGETS, Adapter
@@ -107,6 +107,10 @@ class RescaledLinear(Linear):
         return scale, matmul._replace(reads=(scaled,), continues=True), *closing
 
 
+_WITH_WEIGHTS = (Norm, Linear, RoutedExperts, SelfAttention)
+"""Operations whose weights an adapter freezes."""
+
+
 def adapt(described: Description, adapter: Adapter) -> Description:
     """A description with all of its weights frozen, and the adapter at each target of its block.
 
@@ -156,7 +160,7 @@ def _ends_with(module: str, target: str) -> bool:
 
 def _adapt_operation(operation: Operation, adapter: Adapter, targets: Collection[str]) -> Operation:
     """The operation frozen, with an adapter if it is one of the target modules."""
-    frozen = replace(operation, trains=False) if isinstance(operation, Norm | Linear | RoutedExperts) else operation
+    frozen = replace(operation, trains=False) if isinstance(operation, _WITH_WEIGHTS) else operation
     if not isinstance(operation, Linear) or operation.module not in targets:
         return frozen
     own = {each.name: getattr(operation, each.name) for each in fields(Linear)} | {"trains": False}

@@ -8,12 +8,16 @@ time come from the tape of a block, of which each operation writes a part (`mode
 modules themselves are `models.llama`; tests hold one against the other.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from typing import Literal
 
 from dtlayout.models.operations import (
     ATTENDED,
     Activation,
+    Branch,
     Linear,
     Norm,
     Pass,
@@ -23,7 +27,7 @@ from dtlayout.models.operations import (
     Weight,
 )
 from dtlayout.models.routed_experts import RoutedExperts
-from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.model_shape import BlockVariant, LatentAttention, ModelShape
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
@@ -31,7 +35,11 @@ ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
 """Names of the places that depend on where tokens stand: tables, and functions of a model or of each block."""
 
 
-Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Pass | Residual
+_NORM_PARAMETERS: Mapping[str, tuple[Literal["weight", "bias"], ...]] = {
+    "factor": ("weight",), "factor-and-bias": ("weight", "bias"), "none": (),
+}  # fmt: skip
+"""`BlockVariant.norm_weights` → names of a norm's parameters."""
+Operation = Norm | Branch | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Pass | Residual
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,9 @@ class Description:
         their router, so that backward comes to the experts first."""
         if self.experts is None:
             return self.block
-        place, last = self.block.index(self.experts), len(self.block) - 1
-        shared = self.block[place + 1 : last]
+        place = self.block.index(self.experts)
+        shared = tuple(takewhile(lambda each: isinstance(each, Linear | Activation), self.block[place + 1 :]))
+        last = place + 1 + len(shared)
         return (*self.block[: place - 1], *shared, *self.block[place - 1 : place + 1], *self.block[last:])
 
     @cached_property
@@ -110,73 +119,130 @@ class Description:
 def describe_llama(model: ModelShape) -> Description:
     """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3, with experts a Qwen3-MoE.
 
-    With latent attention and experts it is a DeepSeek-V3.
+    With latent attention and experts it is a DeepSeek-V3. `ModelShape.block` says in what other families differ.
     """
-    h = model.hidden_size
+    h, variant = model.hidden_size, model.block or BlockVariant()
     table = (model.vocab_size, h)
     return Description(
         embedding=Weight(f"{EMBEDDING}.weight", table, "normal", "embedding", 0),
-        block=(
-            Norm("input_layernorm", h),
-            *(_describe_attention(model) if model.latent_attention is None else _describe_latent_attention(model)),
-            Residual(h, ("self_attn.o_proj",)),
-            Norm("post_attention_layernorm", h),
-            *_describe_ffn(model),
-        ),
-        final_norm=Norm(FINAL_NORM, h),
+        block=(_describe_parallel if variant.norms == "shared" else _describe_sequential)(model, variant),
+        final_norm=Norm(FINAL_NORM, h, parameters=_NORM_PARAMETERS[variant.norm_weights]),
         head=Weight(f"{HEAD}.weight", table, "normal", "head", 0),
     )
 
 
-def _describe_attention(model: ModelShape) -> tuple[Operation, ...]:
+def _describe_sequential(model: ModelShape, variant: BlockVariant) -> tuple[Operation, ...]:
+    """Attention, whose result joins the stream before the feed-forward reads it."""
+    h, ffn_norm = (
+        model.hidden_size,
+        "pre_feedforward_layernorm" if variant.norms == "both" else "post_attention_layernorm",
+    )
+    first, second = _open_branch("self_attn", "input_layernorm", h, variant), _open_branch("mlp", ffn_norm, h, variant)
+    return (
+        first,
+        *_describe_attention(model, first.name, variant),
+        *_close_branch("post_attention_layernorm", ("self_attn.o_proj",), h, variant),
+        second,
+        *_describe_ffn(model, second.name, variant),
+        *_close_branch("post_feedforward_layernorm", _list_ffn_results(model), h, variant),
+    )
+
+
+def _describe_parallel(model: ModelShape, variant: BlockVariant) -> tuple[Operation, ...]:
+    """Attention and the feed-forward, which read the same and join the stream together."""
+    norm = Norm("input_layernorm", model.hidden_size, parameters=_NORM_PARAMETERS[variant.norm_weights])
+    return (
+        norm,
+        *_describe_attention(model, norm.name, variant),
+        *_describe_ffn(model, norm.name, variant),
+        Residual(model.hidden_size, ("self_attn.o_proj", *_list_ffn_results(model))),
+    )
+
+
+def _open_branch(branch: str, norm: str, h: int, variant: BlockVariant) -> Norm | Branch:
+    """The operation whose result the first matmuls of a branch read."""
+    return (
+        Branch(branch, h)
+        if variant.norms == "after"
+        else Norm(norm, h, parameters=_NORM_PARAMETERS[variant.norm_weights])
+    )
+
+
+def _close_branch(norm: str, results: tuple[str, ...], h: int, variant: BlockVariant) -> tuple[Operation, ...]:
+    """The sum with the stream, behind a norm of the result where there is one."""
+    if variant.norms == "before":
+        return (Residual(h, results),)
+    (result,) = results
+    return (
+        Norm(norm, h, reads=result, parameters=_NORM_PARAMETERS[variant.norm_weights], closes_branch=True),
+        Residual(h, (norm,)),
+    )
+
+
+def _describe_attention(model: ModelShape, reads: str, variant: BlockVariant) -> tuple[Operation, ...]:
+    if model.latent_attention is not None:
+        return _describe_latent_attention(model, model.latent_attention, reads, variant)
     h, q, kv, width, bias = model.hidden_size, model.query_width, model.kv_width, model.head_width, model.qkv_bias
-    head_norms = (
-        Norm("self_attn.q_norm", q, model.num_heads, reads="self_attn.q_proj"),
-        Norm("self_attn.k_norm", kv, model.num_kv_heads, reads="self_attn.k_proj"),
+    q_heads, kv_heads = (1, 1) if variant.wide_qk_norm else (model.num_heads, model.num_kv_heads)
+    norms = (
+        Norm("self_attn.q_norm", q, q_heads, reads="self_attn.q_proj"),
+        Norm("self_attn.k_norm", kv, kv_heads, reads="self_attn.k_proj"),
     )
     return (
-        Linear("self_attn.q_proj", "input_layernorm", h, q, "colwise", bias=bias, is_local=True),
-        Linear("self_attn.k_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True, is_local=True),
-        Linear("self_attn.v_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True),
-        *(head_norms if model.qk_norm else ()),
+        Linear("self_attn.q_proj", reads, h, q, "colwise", bias=bias, is_local=True),
+        Linear("self_attn.k_proj", reads, h, kv, "colwise", bias=bias, fuses=True, is_local=True),
+        Linear("self_attn.v_proj", reads, h, kv, "colwise", bias=bias, fuses=True),
+        *(norms if model.qk_norm else ()),
         Rotary(q),
-        SelfAttention(model.num_heads, model.num_kv_heads, width, width, model.window, values="self_attn.v_proj"),
-        Linear("self_attn.o_proj", ATTENDED, q, h, "rowwise"),
-    )
+        SelfAttention(
+            model.num_heads, model.num_kv_heads, width, width, model.window, values="self_attn.v_proj",
+            windowed_share=model.windowed_share, sinks=variant.sinks,
+        ),
+        Linear("self_attn.o_proj", ATTENDED, q, h, "rowwise", bias=variant.output_bias),
+    )  # fmt: skip
 
 
-def _describe_latent_attention(model: ModelShape) -> tuple[Operation, ...]:
-    latent, h, heads, width = model.latent_attention, model.hidden_size, model.num_heads, model.head_width
-    assert latent, "only models with latent attention come here"
+def _describe_latent_attention(
+    model: ModelShape, latent: LatentAttention, reads: str, variant: BlockVariant
+) -> tuple[Operation, ...]:
+    h, heads, width = model.hidden_size, model.num_heads, model.head_width
     query_rank, kv_rank, rope, value = latent.query_rank, latent.kv_rank, latent.rope_width, latent.value_width
     query, keys_values = "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
     query_norm, kv_norm = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
     queries: tuple[Operation, ...] = (
-        Linear(query, "input_layernorm", h, query_rank, "replicated"),
+        Linear(query, reads, h, query_rank, "replicated"),
         Norm(query_norm, query_rank, reads=query),
         Linear("self_attn.q_b_proj", query_norm, query_rank, heads * width, "colwise"),
     )
     if not query_rank:
-        queries = (Linear("self_attn.q_proj", "input_layernorm", h, heads * width, "colwise"),)
+        queries = (Linear("self_attn.q_proj", reads, h, heads * width, "colwise"),)
     return (
         *queries,
-        Linear(keys_values, "input_layernorm", h, kv_rank + rope, "replicated"),
+        Linear(keys_values, reads, h, kv_rank + rope, "replicated"),
         Norm(kv_norm, kv_rank, reads=keys_values),
         Linear("self_attn.kv_b_proj", kv_norm, kv_rank, heads * (width - rope + value), "colwise"),
         Rotary(heads * rope, shared_width=rope, num_copies=heads),
-        SelfAttention(heads, heads, width, value),
-        Linear("self_attn.o_proj", ATTENDED, heads * value, h, "rowwise"),
+        SelfAttention(
+            heads, heads, width, value, model.window, windowed_share=model.windowed_share, sinks=variant.sinks
+        ),
+        Linear("self_attn.o_proj", ATTENDED, heads * value, h, "rowwise", bias=variant.output_bias),
     )
 
 
-def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
-    h, experts, reads = model.hidden_size, model.experts, "post_attention_layernorm"
+def _list_ffn_results(model: ModelShape) -> tuple[str, ...]:
+    """Tensors whose sum is the result of a block's feed-forward."""
+    if model.experts is None:
+        return ("mlp.down_proj",)
+    return ("mlp.experts", *["mlp.shared_expert.down_proj"] * bool(model.experts.shared_ffn_size))
+
+
+def _describe_ffn(model: ModelShape, reads: str, variant: BlockVariant) -> tuple[Operation, ...]:
+    h, experts, gated = model.hidden_size, model.experts, model.gated_ffn
     if experts is None:
-        dense = _describe_dense_ffn("mlp", reads, h, model.ffn_size, gated=model.gated_ffn)
-        return (*dense, Residual(h, ("mlp.down_proj",)))
-    shared, gated = experts.shared_ffn_size, model.gated_ffn
+        return _describe_dense_ffn("mlp", reads, h, model.ffn_size, gated=gated, bias=variant.ffn_bias)
+    shared = experts.shared_ffn_size
     return (
-        Linear("mlp.gate", reads, h, experts.number, "replicated", saves_input=not shared),
+        Linear("mlp.gate", reads, h, experts.number, "replicated", saves_input=not shared, bias=experts.router_bias),
         RoutedExperts(
             "mlp.experts",
             reads,
@@ -192,14 +258,20 @@ def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
             keeps_logits=experts.z_loss > 0,
         ),
         *(_describe_dense_ffn("mlp.shared_expert", reads, h, shared, gated=gated) if shared else ()),
-        Residual(h, ("mlp.experts", *["mlp.shared_expert.down_proj"] * bool(shared))),
+        *((_gate_shared(reads, h),) if experts.shared_gate else ()),
     )
 
 
-def _describe_dense_ffn(module: str, reads: str, h: int, f: int, *, gated: bool) -> tuple[Operation, ...]:
+def _gate_shared(reads: str, h: int) -> Linear:
+    return Linear("mlp.shared_expert_gate", reads, h, 1, "replicated", saves_input=False)
+
+
+def _describe_dense_ffn(
+    module: str, reads: str, h: int, f: int, *, gated: bool, bias: bool = False
+) -> tuple[Operation, ...]:
     return (
-        *((Linear(f"{module}.gate_proj", reads, h, f, "colwise"),) if gated else ()),
-        Linear(f"{module}.up_proj", reads, h, f, "colwise"),
+        *((Linear(f"{module}.gate_proj", reads, h, f, "colwise", bias=bias),) if gated else ()),
+        Linear(f"{module}.up_proj", reads, h, f, "colwise", bias=bias),
         Activation(module, f, gated),
-        Linear(f"{module}.down_proj", f"{module}.active", f, h, "rowwise"),
+        Linear(f"{module}.down_proj", f"{module}.active", f, h, "rowwise", bias=bias),
     )

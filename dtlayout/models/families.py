@@ -1,63 +1,27 @@
 """Families of models: the blocks, the words of a Hugging Face config.json, and the modules of each. No torch.
 
 A family of your own is a `Family` that you give to `register_family`. If it is a Llama with other sizes, or with the
-switches of `ModelShape`, it needs only a name. docs/project/adding.md has an example.
+switches of `ModelShape`, it needs only a name. docs/project/adding.md has an example. Families that are
+planned and not trained are in `models.planned_families`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.adapters import adapt, find_unmatched
-from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.description import Description
+from dtlayout.models.family import Family, WindowRule
 from dtlayout.models.operations import Weight
+from dtlayout.models.planned_families import PLANNED
 from dtlayout.models.presets import PRESETS
-from dtlayout.models.stored_names import MIXTRAL_NAMES, STORED_NAMES
+from dtlayout.models.stored_names import MIXTRAL_NAMES
 from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, end_gradients, join
 from dtlayout.models.traced import FAMILY, describe_traced
 from dtlayout.spec.base_format import SCALE
 from dtlayout.spec.model_shape import ModelShape
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Models that differ only in sizes."""
-
-    name: str
-    """Name in `ModelShape.family`, and in the model_type of a Hugging Face config.json."""
-    describe: Callable[[ModelShape], Description] = describe_llama
-    """Function from a model's shape to its operations and weights."""
-    architecture: str = "LlamaForCausalLM"
-    """Name of the class in `transformers`, as a config.json has it."""
-    module: str | Callable[..., Any] = "dtlayout.models.llama:Llama"
-    """Class that builds the model or a part of it, called like `models.llama.Llama`; a text is imported when needed."""
-    traits: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ModelShape that a config.json leaves out, because all models of the family have them; those of its
-    experts are a table."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key of config.json → value that `transformers` takes if a file lacks the key. For other keys `COMMON_DEFAULTS`
-    has the value; a size that is in neither must be in the file."""
-    heads_divide_width: bool = False
-    """Whether `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
-    ignored_keys: Collection[str] = ()
-    """Keys of config.json that other families compute with and this one ignores."""
-    experts: Mapping[str, str] = field(default_factory=dict)
-    """Field of `Experts` → key of config.json; empty where no model of the family has experts."""
-    synonyms: Mapping[str, str] = field(default_factory=dict)
-    """Key of config.json → another key that means the same; the second is written."""
-    allowed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Key of config.json → the only values with which the blocks here compute what `transformers` does."""
-    stored_names: Mapping[str, str] = field(default_factory=lambda: STORED_NAMES)
-    """Weight of a block → its name in a Hugging Face folder, where that is another; "*" is the number of an expert."""
-
-
-COMMON_DEFAULTS: Mapping[str, Any] = {
-    "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0, "hidden_act": "silu", "max_position_embeddings": None,
-}  # fmt: skip
-"""Key of config.json → default if neither the file nor `Family.defaults` has it; None follows from other keys."""
 _LLAMA = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048,
@@ -83,6 +47,9 @@ _DOTS1 = {
     "sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408, "n_shared_experts": None,
     "n_routed_experts": None, "num_experts_per_tok": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
     "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_MISTRAL = _LLAMA | {
+    "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
 }  # fmt: skip
 """Defaults of `transformers` 5 and 4, where the two versions agree."""
 
@@ -130,6 +97,11 @@ FAMILIES: dict[str, Family] = {
             },
             ignored_keys=("mlp_bias", "output_router_logits"),
         ),
+        Family(
+            name="mistral", architecture="MistralForCausalLM", defaults=_MISTRAL,
+            window=WindowRule(is_listed=False), ignored_keys=("attention_bias", "mlp_bias"),
+        ),
+        *PLANNED,
     )
 }  # fmt: skip
 

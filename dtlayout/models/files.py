@@ -16,7 +16,8 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_cache, parse_json, write_whole
 from dtlayout.base.formatting import shorten
 from dtlayout.models.families import FAMILIES, find_family
-from dtlayout.models.hf_config import HF_NAMES, parse_hf
+from dtlayout.models.family import SIZE_KEYS
+from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.presets import PRESETS
@@ -126,7 +127,9 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
     """
     if model.family == FAMILY:  # the model's own, in which no size has changed
         return {**read_trace(model.trace).config, NAME_KEY: model.name, "torch_dtype": number_format}
-    config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in HF_NAMES.items()}
+    if reason := find_family(model.family).untrained:
+        raise InvalidConfig(f"model.family={model.family} is planned, not trained: {reason}; no config.json is written")
+    config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in SIZE_KEYS.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
     config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}
     config |= {NAME_KEY: model.name}
@@ -139,7 +142,9 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
         scaling["original_max_position_embeddings"] = scaling.pop("original_context")
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
     defaults = find_family(model.family).defaults
-    if defaults.get("sliding_window") is not None and "use_sliding_window" not in defaults:
+    if find_family(model.family).window is not None:
+        config["sliding_window"] = model.window or None
+    elif defaults.get("sliding_window") is not None and "use_sliding_window" not in defaults:
         config["sliding_window"] = None  # without the key blocks from some number on have a window
     if model.experts is not None:
         config |= write_experts(model.experts, find_family(model.family))

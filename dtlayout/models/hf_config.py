@@ -13,19 +13,15 @@ from typing import Any
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import shorten
-from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, Family
+from dtlayout.models.families import FAMILIES
+from dtlayout.models.family import COMMON_DEFAULTS, SIZE_KEYS, Family
 from dtlayout.models.hf_experts import list_expert_keys, read_experts
+from dtlayout.models.hf_planned import list_planned_keys, read_planned
+from dtlayout.models.hf_text_part import TEXT_PARTS, find_text_part
+from dtlayout.models.hf_windows import list_window_keys, read_windows
+from dtlayout.models.planned_families import REFUSED
 from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
-HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_size": "intermediate_size",
-    "tied_embeddings": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-}
-"""Field of ModelShape → key of config.json."""
 _LLAMA3_NAMES = {f.name: f.name for f in fields(RopeScaling)} | {"original_context": "original_max_position_embeddings"}
 """Field of RopeScaling → key of the table of the rotary embedding."""
 _ROPE_KEYS = {
@@ -34,7 +30,7 @@ _ROPE_KEYS = {
 }  # fmt: skip
 """Keys of the rotary embedding's table for any rope_type; keys of another type than the table's own change nothing."""
 _READ = {
-    *HF_NAMES.values(), "model_type", "architectures", "hidden_act", "rope_parameters", "rope_scaling",
+    *SIZE_KEYS.values(), "model_type", "architectures", "hidden_act", "rope_parameters", "rope_scaling",
     "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings", "layer_types",
     "use_sliding_window", "sliding_window", "max_window_layers", "auto_map", "text_config",
 }  # fmt: skip
@@ -71,28 +67,36 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     """
     if not isinstance(config, dict):
         raise InvalidConfig("it is no table of sizes")
+    config = find_text_part(config) or config
     family = _find_family(config)
     config, problems = _join_synonyms(config, family)
+    if family.untrained:
+        return _parse_planned(config, family, problems, name)
     values: dict[str, Any] = {}
     defaults = {**COMMON_DEFAULTS, **family.defaults}
-    for ours, theirs in HF_NAMES.items():
+    for ours, theirs in SIZE_KEYS.items():
         if theirs in config or theirs in defaults:
             values[ours] = config.get(theirs, defaults.get(theirs))
     if values["num_kv_heads"] is None:
         values["num_kv_heads"] = values.get("num_heads")
-    required = [HF_NAMES[each.name] for each in fields(ModelShape) if _is_missing(each, values)]
+    required = [SIZE_KEYS[each.name] for each in fields(ModelShape) if _is_missing(each, values)]
     problems += [f"{key} is missing{': it is null' * (key in config)}" for key in required]
     problems += _find_unknown(config, family)
     if values["head_dim"] is None and family.defaults.get("head_dim") is not None:
         problems.append(
             f"head_dim=null is not known; {family.name} takes {family.defaults['head_dim']} without the key"
         )
-    problems += _find_windows(config, defaults, values.get("num_layers"))
+    windows: dict[str, Any] = {}
+    if family.window is None:
+        problems += _find_windows(config, defaults, values.get("num_layers"))
+    else:
+        windows, window_problems = _read_windows(config, family)
+        problems += window_problems
     rope, rope_problems = _read_rope(config, values["rope_theta"], defaults)
     experts, expert_problems = read_experts(config, family)
     if problems := problems + rope_problems + expert_problems:
         raise InvalidConfig(problems)
-    table = {"name": name or "own", "family": family.name, **family.traits, **values, **rope}
+    table = {"name": name or "own", "family": family.name, **family.traits, **values, **rope, **windows}
     if experts:
         table["experts"] = {**family.traits.get("experts", {}), **experts}
     try:
@@ -107,6 +111,25 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     return shape
 
 
+def _parse_planned(config: dict[str, Any], family: Family, problems: list[str], name: str) -> ModelShape:
+    """The sizes of a model that is planned and not trained."""
+    table, found = read_planned(config, family)
+    if problems := [*problems, *found, *_find_unknown(config, family)]:
+        raise InvalidConfig(problems)
+    table |= {"name": name or "own", "family": family.name}
+    try:
+        return toml.parse(table, ModelShape, "model")
+    except InvalidConfig as error:
+        raise InvalidConfig(error.problems + _list_assumed(config, family.defaults, family)) from None
+
+
+def _read_windows(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    try:
+        return read_windows({**family.defaults, **config}, family.window), []
+    except InvalidConfig as error:
+        return {}, error.problems
+
+
 def _join_synonyms(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """The config with one key of each two that mean the same, and a problem for each two that differ."""
     joined, problems = dict(config), []
@@ -119,12 +142,12 @@ def _join_synonyms(config: dict[str, Any], family: Family) -> tuple[dict[str, An
 
 
 def _is_missing(each: Any, values: Mapping[str, Any]) -> bool:
-    return each.name in HF_NAMES and each.default is MISSING and values.get(each.name) is None
+    return each.name in SIZE_KEYS and each.default is MISSING and values.get(each.name) is None
 
 
 def _list_assumed(config: dict[str, Any], defaults: Mapping[str, Any], family: Family) -> list[str]:
     """A line with the sizes that are not in the file but come from defaults; no line if there are none."""
-    sizes = [key for key in HF_NAMES.values() if key not in config and type(defaults.get(key)) is int]
+    sizes = [key for key in SIZE_KEYS.values() if key not in config and type(defaults.get(key)) is int]
     taken = ", ".join(f"{key}={defaults[key]}" for key in sizes)
     return [f"{taken}: not in the file, and what transformers takes for {family.name}"] if taken else []
 
@@ -145,10 +168,12 @@ def _find_family(config: dict[str, Any]) -> Family:
         others = [key for key in config if key.endswith("_config") and key != "text_config"]
         raise InvalidConfig(
             f"model_type={kind!r} wraps a text model in text_config{' beside ' * bool(others)}{', '.join(others)}, and "
-            f"text models alone are known: plan that part by a config.json that holds what text_config does"
+            f"of such models only the text of {', '.join(TEXT_PARTS)} is known: plan that part by a config.json that "
+            f"holds what text_config does"
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise InvalidConfig(f"model_type={kind!r} is not known; use one of {', '.join(FAMILIES)}")
+        reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        raise InvalidConfig(f"model_type={kind!r} is not known{reason}; use one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     if strange := [each for each in architectures if each.lower() != family.architecture.lower()]:
         raise InvalidConfig(
@@ -164,11 +189,12 @@ def _find_family(config: dict[str, Any]) -> Family:
 
 def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
     """Problems with keys that change sizes or numbers in ways not computed here, or whose names sound like that."""
-    usual = _USUAL | dict(family.allowed)
+    usual = ({} if family.untrained else _USUAL) | dict(family.allowed)
     for key, values in usual.items():
         if key in config and config[key] not in values:
             yield f"{key}={config[key]!r} is not known; {values[0]!r} is"
     passing = {*_READ, *_HARMLESS, *usual, *family.ignored_keys, *list_expert_keys(family)}
+    passing |= list_planned_keys(family) if family.untrained else list_window_keys(family.window)
     for key, value in config.items():
         if key in passing or not _SUSPICIOUS.search(key):
             continue

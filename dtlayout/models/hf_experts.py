@@ -9,7 +9,7 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import shorten
-from dtlayout.models.families import Family
+from dtlayout.models.family import Family
 from dtlayout.spec.model_shape import Experts
 
 

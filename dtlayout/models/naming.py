@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dtlayout.models.hf_text_part import find_text_part
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.model_shape import ModelShape
 
@@ -22,12 +23,16 @@ def name_model(model: ModelShape, config: Mapping[str, Any], path: Path) -> Mode
     2. the name of the repository, without the owner, if the file lies in the Hugging Face cache
     3. the name of the preset that is equal in all but the name
     4. the name of the file's folder
+
+    Where the file is of a model that sees images too, "-text-part" is added: no more of it is planned.
     """
+    suffix = "" if find_text_part(config) is None else "-text-part"
     own, folder = config.get(NAME_KEY), path.absolute().parent
     said = _PUBLISHED.fullmatch(own) if isinstance(own, str) else None
     if folder.parent.name == "snapshots":
         said = said or _IN_CACHE.fullmatch(folder.parent.parent.name)
     if said:
-        return replace(model, name=said[1])
+        return replace(model, name=f"{said[1]}{suffix}")
     alike = (preset for preset in PRESETS.values() if replace(model, name=preset.name) == preset)
-    return next(alike, replace(model, name=folder.name or "own"))
+    named = replace(model, name=f"{folder.name or 'own'}{suffix}")
+    return named if suffix else next(alike, named)

@@ -84,7 +84,10 @@ def name_trained(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Norm(BaseOperation):
-    """An RMSNorm or LayerNorm, in fp32 or finer inside, of the residual stream or of each head."""
+    """An RMSNorm, in fp32 or finer inside, of the residual stream, of each head or of a branch's result.
+
+    A LayerNorm is one too: it moves the same bytes.
+    """
 
     module: str
     """The module's name in the block, or in the model."""
@@ -100,6 +103,13 @@ class Norm(BaseOperation):
     """Its parameters: a factor and a term of each element that is normalised."""
     initial: Literal["ones", "zeros"] = "ones"
     """Initial values of the weight; zeros where the module adds 1 to it."""
+    closes_branch: bool = False
+    """Whether it normalises a branch's result before that is added to the residual stream."""
+
+    @property
+    def name(self) -> str:
+        """Name of its result on a tape."""
+        return self.module
 
     @property
     def is_of_heads(self) -> bool:
@@ -121,7 +131,8 @@ class Norm(BaseOperation):
         read, made = tensor(self.reads, self.width), tensor(self.module, self.width)
         exact = tensor(f"{self.module}.exact", self.width, format="exact")
         # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
-        kept = read if self.is_of_heads else read._replace(name=f"{self.module}{INPUT}")
+        is_made = self.is_of_heads or self.closes_branch
+        kept = read if is_made else read._replace(name=f"{self.module}{INPUT}")
         rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
         weights = name_trained(self.weights)
         if not options.separate_norms:
@@ -268,6 +279,18 @@ class SelfAttention(BaseOperation):
     """Tokens that are attended to in every other block; 0 where all are that came before."""
     values: str = ""
     """Tensor that values are, as the module made it; empty where they are parts of one."""
+    windowed_share: float = 0.5
+    """Share of the blocks that have the window."""
+    sinks: bool = False
+    """Whether each query head has a number that takes part in its softmax beside the scores."""
+    trains: bool = True
+    """Whether these numbers are trained."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """The numbers beside the scores, where it has some."""
+        sinks = Weight("self_attn.sinks", (self.num_heads,), "normal", "vector", 0, trains=self.trains)
+        return (sinks,) * self.sinks
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One entry; kernels keep more than it says (`costmodel.fsdp2.sizes`)."""
@@ -280,7 +303,9 @@ class SelfAttention(BaseOperation):
         )  # fmt: skip
         read = (queries, keys, values)
         made = (self.values,) * bool(self.values)
-        return (TapeEntry("attention", read, (attended,), (*read, attended), kept_as=self.kept_as, saves_made=made),)
+        weights = name_trained(self.weights)
+        saves = (*read, attended)
+        return (TapeEntry("attention", read, (attended,), saves, weights, kept_as=self.kept_as, saves_made=made),)
 
     @property
     def query_width(self) -> int:
@@ -315,7 +340,7 @@ class SelfAttention(BaseOperation):
         if not 0 < self.window < seq_len:
             return 1.0
         seen = self.window / seq_len
-        return (1 + 2 * seen - seen * seen) / 2
+        return 1 - self.windowed_share + self.windowed_share * (2 * seen - seen * seen)
 
 
 @dataclass(frozen=True)
@@ -355,6 +380,26 @@ def record_activation(
         TapeEntry("activation", (gate,), (silu,), (gate,)),
         TapeEntry("activation", (silu, up), (active,), (silu, up), continues=True),
     )
+
+
+@dataclass(frozen=True)
+class Branch(BaseOperation):
+    """Start of a branch that no norm precedes: the residual stream, under a name that the branch's matmuls read."""
+
+    module: str
+    """The branch's module in the block; what its matmuls read is called MODULE.stream."""
+    width: int
+    """Elements of a token."""
+
+    @property
+    def name(self) -> str:
+        """Name of the stream for the branch."""
+        return f"{self.module}.stream"
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """No step of a device: another name for a tensor, whose gradient is added to that of the stream."""
+        read, made = (BlockTensor(name, self.width, "stream") for name in (HIDDEN, self.name))
+        return (TapeEntry("alias", (read,), (made,), scratch=()),)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class BlockTensor(NamedTuple):
 
 EntryKind = Literal[
     "norm", "scale", "matmul", "rope", "attention", "activation", "residual", "gather", "sum",
-    "dispatch", "experts", "combine", "add", "rescale",
+    "dispatch", "experts", "combine", "add", "rescale", "alias",
 ]  # fmt: skip
 
 
@@ -44,7 +44,8 @@ class TapeEntry(NamedTuple):
     kind: EntryKind
     """Word for its computation or its message. A scale is the second half of a norm of separate operations. A gather
     and a sum are tp's collectives. A dispatch copies tokens for experts, and a combine adds up their results. An add
-    joins an adapter to its matmul, and a rescale multiplies each element of a token by a factor."""
+    joins an adapter to its matmul, and a rescale multiplies each element of a token by a factor. An alias is another
+    name for a tensor."""
     reads: tuple[BlockTensor, ...]
     """Inputs that get a gradient."""
     makes: tuple[BlockTensor, ...]

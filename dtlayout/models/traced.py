@@ -17,7 +17,17 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import parse_json
 from dtlayout.models.description import Description
-from dtlayout.models.operations import Activation, Linear, Norm, Pass, Residual, Rotary, SelfAttention, Weight
+from dtlayout.models.operations import (
+    Activation,
+    Branch,
+    Linear,
+    Norm,
+    Pass,
+    Residual,
+    Rotary,
+    SelfAttention,
+    Weight,
+)
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.spec.model_shape import ModelShape
 
@@ -27,7 +37,8 @@ MARK = "dtlayout_trace"
 """Key by which a trace's file is known; its value is the version of the format."""
 VERSION = 1
 _OPERATIONS = {
-    kind.__name__: kind for kind in (Norm, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Pass, Residual)
+    kind.__name__: kind
+    for kind in (Norm, Branch, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Pass, Residual)
 }
 
 

@@ -6,6 +6,7 @@ from math import ceil
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
+from dtlayout.models.families import find_family
 from dtlayout.programs.program import Arguments, Job, Program, choose
 from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import SGD, AdamW, Muon
@@ -75,6 +76,12 @@ def _check(job: Job) -> None:
             f"model {model.name}: arguments for attention to a window of {model.window} tokens are not written; "
             f"leave out --emit, or use another model"
         )
+    experts = model.experts
+    if model.block or (experts and (experts.router_bias or experts.shared_gate)):
+        raise InvalidConfig(
+            f"model {model.name}: arguments for blocks of family {model.family} are not written; leave out --emit, or "
+            f"use another model"
+        )
     if model.experts and layout.tp > 1 and not layout.sequence_parallel:
         raise InvalidLayout(
             f"Megatron-LM trains a mixture of experts under tp={layout.tp} only with sequence parallelism; "
@@ -84,6 +91,9 @@ def _check(job: Job) -> None:
 
 def _list_model_gaps(job: Job) -> list[str]:
     model, gaps = job.model, list[str]()
+    family = find_family(model.family)
+    if family.untrained and not model.latent_attention:
+        gaps.append(f"model.family={family.name}: {family.untrained}, and no argument here says that")
     if not model.gated_ffn:
         gaps.append("the feed-forward without a gate takes GELU: add --squared-relu where the model has that")
     if model.experts and model.experts.bias:

@@ -21,7 +21,7 @@ _SIZES = (
 def write(job: Job) -> Arguments:
     """The file; InvalidConfig for a model or an optimizer that nanotron does not have."""
     scenario, layout, model = job.scenario, job.layout, job.model
-    if model.family not in _FAMILIES or model.head_dim or model.qk_norm:
+    if model.family not in _FAMILIES or model.head_dim or model.qk_norm or model.block:
         raise InvalidConfig(
             f"model {model.name}: nanotron has Llama and Qwen2, with heads of hidden_size / num_heads; "
             f"leave out --emit, or use another model"

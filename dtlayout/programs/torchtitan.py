@@ -78,7 +78,7 @@ def write(job: Job) -> Arguments:
 
 def _check(job: Job) -> None:
     model, layout = job.model, job.layout
-    if model.latent_attention or model.window or not model.gated_ffn:
+    if model.latent_attention or model.window or model.block or not model.gated_ffn:
         raise InvalidConfig(
             f"model {model.name}: only Llama's and Qwen3's own attention and feed-forward are written for torchtitan; "
             f"leave out --emit, or use another model"

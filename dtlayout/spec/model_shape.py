@@ -11,6 +11,9 @@ from dtlayout.base.refusals import Refusal
 from dtlayout.base.validators import Ranged, path_key, ranged
 from dtlayout.spec.adapter import Adapter
 
+EVERY_OTHER = 0.5
+"""Share of the blocks that have a window where a model does not say it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(Ranged, section="model.rope_scaling"):
@@ -49,6 +52,11 @@ class Experts(Ranged, section="model.experts"):
     """Number of first blocks without experts. Their feed-forward is model.ffn_size wide."""
     bias: bool = False
     """Whether each matmul of an expert adds a bias (gpt-oss). Such a model can only be predicted."""
+    router_bias: bool = False
+    """Whether the router's matmul adds a bias (gpt-oss). Such a model can only be predicted."""
+    shared_gate: bool = False
+    """Whether a matmul with one output says how much of the shared feed-forward a token gets (Qwen2-MoE). Such a model
+    can only be predicted."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that makes a token's scores of the router's logits: softmax over all experts, or sigmoid of each (HF:
     scoring_func)."""
@@ -88,6 +96,8 @@ class Experts(Ranged, section="model.experts"):
              f"groups={self.groups} leaves one expert in a group, and a group is as good as its two best"),
             ("bias_rate", self.bias_rate > 0 and not self.correction_bias,
              f"bias_rate={self.bias_rate} moves no bias where correction_bias=false"),
+            ("shared_gate", self.shared_gate and not self.shared_ffn_size,
+             "shared_gate=true gates nothing where shared_ffn_size=0"),
         )  # fmt: skip
         return [Refusal(key, f"{where}.{what}") for key, is_broken, what in rules if is_broken]
 
@@ -110,6 +120,25 @@ class LatentAttention(Ranged, section="model.latent_attention"):
     """Part of model.head_dim that is rotated. In keys this part is the same for all heads."""
     value_width: int = ranged("must be from 1 to a billion")
     """Width of a head's values. The width of its queries and keys is model.head_dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockVariant(Ranged, section="model.block"):
+    """Parts of a block that differ from a Llama's. A model with some can only be predicted."""
+
+    norms: Literal["before", "after", "both", "shared"] = "before"
+    """Place of the norms of attention and of the feed-forward: before each; after each, ahead of the residual sum
+    (OLMo 2); on both sides (Gemma 2); or one before both, which then run in parallel (Cohere)."""
+    norm_weights: Literal["factor", "factor-and-bias", "none"] = "factor"
+    """Weights of each norm: a factor for each element; a bias beside it (LayerNorm of StarCoder 2); or none (OLMo)."""
+    wide_qk_norm: bool = False
+    """Whether the norms of model.qk_norm have a factor for each element of all heads (OLMo 2), not of one."""
+    output_bias: bool = False
+    """Whether attention's last matmul adds a bias (gpt-oss)."""
+    ffn_bias: bool = False
+    """Whether each matmul of a feed-forward without experts adds a bias (StarCoder 2)."""
+    sinks: bool = False
+    """Whether each head has a number that takes part in attention's softmax beside the scores (gpt-oss)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +170,16 @@ class ModelShape(Ranged, section="model"):
     window: int = ranged("must be from 0 to a billion", 0)
     """Tokens that a token attends to in every other block, itself included (HF: sliding_window). 0: in every block a
     token attends to all tokens before it. A model with a window can only be predicted."""
+    window_share: float | None = None
+    """Share of the blocks that have the window, where it is not every other block: 1.0 for all."""
     gated_ffn: bool = True
     """Whether the feed-forward has a gate beside up and down (SwiGLU). A model without a gate can only be predicted."""
     experts: Experts | None = None
     """Experts in the place of the feed-forward, where the model has them."""
     latent_attention: LatentAttention | None = None
     """Ranks and widths of multi-head latent attention, where the model has it."""
+    block: BlockVariant | None = None
+    """Parts of a block that differ from a Llama's, where the model has some."""
     tied_embeddings: bool = False
     """Whether the head reuses the embedding's weight."""
     rope_theta: float = ranged("must be above 0 and finite", 10000.0)
@@ -171,11 +204,15 @@ class ModelShape(Ranged, section="model"):
         super().__post_init__()
         if self.head_dim is not None and self.head_dim * self.num_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # one model has one spelling
+        if self.window_share == EVERY_OTHER or not self.window:
+            object.__setattr__(self, "window_share", None)
+        if self.block == BlockVariant():
+            object.__setattr__(self, "block", None)
 
     def find_broken(self) -> list[Refusal]:
         """A refusal for each pair of sizes that makes no model; later rules count on heads that come out even."""
         heads = [*self._check_head_width()] or [*self._check_head_groups()]
-        broken = [*heads, *self._check_dense_layers(), *self._check_frozen_router()]
+        broken = [*heads, *self._check_dense_layers(), *self._check_frozen_router(), *self._check_block()]
         return broken or [*self._check_latent_attention()]
 
     def _check_head_width(self) -> Iterator[Refusal]:
@@ -205,6 +242,15 @@ class ModelShape(Ranged, section="model"):
             what = f"model.experts.bias_rate={self.experts.bias_rate} moves the router, which is frozen with [adapter]"
             yield Refusal("experts.bias_rate", what, "use bias_rate=0")
 
+    def _check_block(self) -> Iterator[Refusal]:
+        if self.window_share is not None and not 0 < self.window_share <= 1:
+            what = f"model.window_share={self.window_share} must be above 0 and at most 1"
+            yield Refusal("window_share", what, "use window=0 where no block has one")
+        norms = self.block.norms if self.block else "before"
+        if norms in ("after", "both") and self.experts is not None and self.experts.shared_ffn_size:
+            what = f"model.block.norms={norms!r} is not known beside model.experts.shared_ffn_size"
+            yield Refusal("block.norms", what, "use norms=before")
+
     def _check_latent_attention(self) -> Iterator[Refusal]:
         if self.latent_attention is None:
             return
@@ -220,6 +266,11 @@ class ModelShape(Ranged, section="model"):
     def head_width(self) -> int:
         """Width of one head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def windowed_share(self) -> float:
+        """Share of the blocks whose attention has the window; 0 where none has."""
+        return (EVERY_OTHER if self.window_share is None else self.window_share) if self.window else 0.0
 
     @property
     def query_width(self) -> int:

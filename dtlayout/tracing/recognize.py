@@ -14,7 +14,17 @@ from torch import nn
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Operation
-from dtlayout.models.operations import ATTENDED, Activation, Linear, Norm, Pass, Residual, Rotary, SelfAttention
+from dtlayout.models.operations import (
+    ATTENDED,
+    Activation,
+    Branch,
+    Linear,
+    Norm,
+    Pass,
+    Residual,
+    Rotary,
+    SelfAttention,
+)
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import HIDDEN
 from dtlayout.tracing.record import EXPERTS, SEQ_LEN, BlockRecord, Call
@@ -189,7 +199,7 @@ class _Reader:
         )
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
         norm = Norm(
-            module, width, heads if heads > 1 else 0, self._name_read(value, width, module),
+            module, width, heads if heads > 1 else 0, self._name_read(value, width, module, is_norm=True),
             parameters=own,  # type: ignore[arg-type]
             initial="zeros" if adds_one else "ones",
         )  # fmt: skip
@@ -214,9 +224,13 @@ class _Reader:
         self.used.update(self.parameters[each] for each in (weight, *bias) if each in self.parameters)
         self.values[call.makes[0]] = Value((module,))
 
-    def _name_read(self, value: Value, width: int, reader: str) -> str:
+    def _name_read(self, value: Value, width: int, reader: str, *, is_norm: bool = False) -> str:
         """The tensor of a tape that an operation reads; the passes that make it become operations."""
         opened = [name for name in value.sources if name in self.linears]
+        if not value.passes and value.sources == (HIDDEN,) and not is_norm:
+            branch = Branch(reader.rpartition(".")[0], self.hidden_size)
+            self.operations += [branch] * (branch not in self.operations)
+            return branch.name
         if not value.passes and len(value.sources) == 1:
             return value.sources[0]
         if opened and len(opened) == len(value.sources):
@@ -297,11 +311,14 @@ class _Reader:
         if rotated:
             shared = keys.rotated[1] if is_latent and keys.rotated[0] == 1 else 0
             self.operations.append(Rotary(heads * rotated, shared, num_heads if shared else 0))
+        window, sinks = asked.get("window") or 0, "self_attn.sinks"
+        has_sinks = bool(asked.get("sinks")) and dict(self.block.named_parameters()).keys() >= {sinks}
+        self.used.update([sinks] * has_sinks)
         plain = not values.passes and len(values.sources) == 1 and roots[2] not in roots[:2]
         self.operations.append(
             SelfAttention(
-                num_heads, min(num_kv_heads, num_heads), head_width, made, asked.get("window") or 0,
-                values=roots[2] if plain else "",
+                num_heads, min(num_kv_heads, num_heads), head_width, made, window,
+                values=roots[2] if plain else "", windowed_share=float(window > 0), sinks=has_sinks,
             )
         )  # fmt: skip
         for each in call.makes:
@@ -403,16 +420,22 @@ class _Reader:
 
     def _place(self, operation: Operation) -> Operation:
         """The operation with the style that its place in its branch asks for."""
+        if isinstance(operation, Norm) and operation.reads in self.linears:
+            return replace(operation, closes_branch=_is_closing(self.linears[operation.reads]))
         if not isinstance(operation, Linear):
             return operation
         readers = self.consumers.get(operation.module, set())
         norms = [each for each in self.operations if isinstance(each, Norm) and each.reads == operation.module]
         readers = readers | {word for each in norms for word in self.consumers.get(each.module, set())}
-        is_closing = operation.reads == ATTENDED or operation.reads.endswith((".active", ".read"))
-        if is_closing and "stream" in readers:
+        if _is_closing(operation) and "stream" in readers:
             return replace(operation, style="rowwise")
         if readers & {"attention", "activation"} and "linear" not in readers:
             if "." not in operation.module:
                 self.sequence_problems.append(f"{operation.module} lies in its block, and in no module that gathers")
             return replace(operation, style="colwise")
         return operation
+
+
+def _is_closing(linear: Linear) -> bool:
+    """Whether a matmul reads what only a branch has: attention's result, an activation's, or a pass over them."""
+    return linear.reads == ATTENDED or linear.reads.endswith((".active", ".read"))

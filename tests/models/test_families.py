@@ -19,7 +19,11 @@ from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.kernels import Kernels
 
 SHAPES = {
-    **{family: next(s for s in PRESETS.values() if s.family == family) for family in FAMILIES},
+    **{
+        name: next((s for s in PRESETS.values() if s.family == name), replace(find_preset("debug"), family=name))
+        for name, family in FAMILIES.items()
+        if not family.untrained
+    },
     "tied": find_preset("llama3.2-1b"),
     "untied qwen3": find_preset("qwen3-8b"),
     "lora": replace(find_preset("qwen2.5-0.5b"), adapter=Adapter(rank=4)),
@@ -138,4 +142,5 @@ def test_an_unknown_family_is_refused_with_all_that_exist():
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(InvalidConfig, match="family 'llama': llama, debug is there already"):
         register_family(Family(name="llama"), [find_preset("debug")])
-    assert set(FAMILIES) == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1"}
+    trained = {name for name, family in FAMILIES.items() if not family.untrained}
+    assert trained == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral"}

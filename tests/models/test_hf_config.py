@@ -18,7 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.counting import count_parameters
-from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES
+from dtlayout.models.families import FAMILIES
+from dtlayout.models.family import COMMON_DEFAULTS
 from dtlayout.models.files import to_hf
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS
@@ -27,7 +28,8 @@ from dtlayout.ops.rope import rotary_frequencies
 from dtlayout.spec.model_shape import ModelShape
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1")  # those that are here without a plugin
+FAMILY_NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral")
+"""Families that train, and are here without a plugin."""
 
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -66,8 +68,8 @@ def find_numbers(model: Any) -> dict[str, Any]:
 
 
 def find_window(model: Any, attention: Any) -> int | None:
-    """The window of a block's attention, which Mixtral takes from its config alone."""
-    return model.config.sliding_window if model.config.model_type == "mixtral" else \
+    """The window of a block's attention, which Mixtral and Mistral take from their config alone."""
+    return model.config.sliding_window if model.config.model_type in ("mixtral", "mistral") else \
         getattr(attention, "sliding_window", None)  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def list_numbers(shape: ModelShape) -> dict[str, Any]:
     return {
         "head_width": shape.head_width, "num_kv_heads": shape.num_kv_heads, "num_heads": shape.num_heads,
         "norm_eps": {shape.norm_eps}, "rope_theta": shape.rope_theta, "attention_scaling": 1.0,
-        "frequencies": frequencies, "tied": shape.tied_embeddings, "windows": {None},
+        "frequencies": frequencies, "tied": shape.tied_embeddings, "windows": {shape.window or None},
         "routing": {
             (e.number, e.per_token, e.normalized, e.groups, e.groups_per_token, e.scale, e.correction_bias)
         } if (e := shape.experts) else set(),
@@ -149,6 +151,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         kept.pop("sliding_window", None)  # a Llama that has a window is refused
     elif kept["use_sliding_window"] and kept.get("max_window_layers") is None:
         kept["max_window_layers"] = 40
+    if family == "mistral" and kept.get("num_key_value_heads", 2) is None:
+        kept["num_key_value_heads"] = 2  # null is refused by transformers
     if family == "dots1":
         if kept.get("max_window_layers", 62) < kept["num_hidden_layers"]:
             kept["sliding_window"] = None  # no other key turns windows off
@@ -268,7 +272,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for name in (
             "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "MedusaModel", "LlamaModel",
             f"{family.capitalize()}ForSequenceClassification", f"{family.capitalize()}ForTokenClassification",
-            f"{family.capitalize()}Model", f"{family.capitalize()}ForRewardModel", "MistralForCausalLM",
+            f"{family.capitalize()}Model", f"{family.capitalize()}ForRewardModel", "FalconForCausalLM",
         )
     ),
     ("llama", {"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "architectures names LlamaModel"),
@@ -277,9 +281,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}}, "auto_map names modeling_mine"),
     ("llama", {"model_type": None}, "model_type is missing; use one of llama, qwen2, qwen3"),
     ("llama", {"model_type": ["llama"]}, r"model_type=\['llama'\] is not known"),
-    ("llama", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not known"),
-    ("llama", {"model_type": "llava", "text_config": {"hidden_size": 8}, "vision_config": {}},
-     "model_type='llava' wraps a text model in text_config beside vision_config"),
+    ("llama", {"model_type": "kosmos-2"}, "model_type='kosmos-2' is not known; use one of llama, qwen2"),
+    ("llama", {"model_type": "phi"}, "model_type='phi' is not known: its head adds a bias; use one of llama, qwen2"),
+    ("llama", {"model_type": "mllama", "text_config": {"hidden_size": 8}, "vision_config": {}},
+     "model_type='mllama' wraps a text model in text_config beside vision_config"),
+    ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types names 'sliding_attention'; full_attention al"),
+    ("ministral", {"layer_types": ["full_attention"]}, "must name each of num_hidden_layers=2 blocks"),
+    ("ministral", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types names 'linear_attention'"),
+    ("mistral", {"sliding_window": 0.5}, "window=0.5 must be a whole number"),
+    ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not known; 'silu' is"),
     ("llama", {"attention_bias": True}, "attention_bias=true is not known"),
     ("qwen3", {"attention_bias": True}, "attention_bias=true is not known"),
     ("llama", {"mlp_bias": True}, "mlp_bias=true is not known"),

@@ -1,14 +1,18 @@
 """Llama: HF's model number for number, and the sum of its parts."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
 import torch
+from hf_models import in_float64
 from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,11 +41,13 @@ QWEN3 = replace(GQA, family="qwen3", qk_norm=True, head_dim=24)
 SHAPES = {
     "mha": SHAPE, "gqa": GQA, "tied": replace(GQA, tied_embeddings=True), "llama3": STRETCHED,
     "qwen2": QWEN2, "qwen3": QWEN3, "tied qwen3": replace(QWEN3, tied_embeddings=True),
+    "mistral": replace(GQA, family="mistral", head_dim=24),
 }  # fmt: skip
 HF = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (partial(MistralConfig, sliding_window=None), MistralForCausalLM),
 }
 ALL_KERNELS = [Kernels(attention=a, norm=n) for a, n in product(("sdpa-flash", "sdpa-math"), ("eager", "fused"))]
 SEQ_LEN = 40
@@ -106,6 +112,26 @@ def test_logits_are_those_of_hf_with_the_same_state_dict(shape, kernels, tokens)
         expected, got = theirs(tokens).logits, ours(tokens)
     assert expected.std() > 0.5
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_loss_and_gradients_are_those_of_transformers_in_float64(family, tokens):
+    torch.manual_seed(0)
+    shape = replace(GQA, family=family, head_dim=24)
+    with in_float64():
+        theirs = build_hf(shape).double()
+        expected = theirs(tokens, labels=tokens).loss
+        expected.backward()
+    ours = Llama(shape, Kernels(attention="sdpa-math", norm="eager"), SEQ_LEN, dtype=torch.float64)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    targets = torch.cat([tokens[:, 1:], torch.full((2, 1), IGNORED)], 1)
+    loss = ours(tokens, targets=targets, num_targets=2.0 * (SEQ_LEN - 1))
+    loss.backward()
+    assert expected.item() > 1
+    assert abs(loss.item() - expected.item()) < 1e-10
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -1,13 +1,11 @@
 """Mixtures of experts: loss and gradients of transformers' models, and what a router chooses."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
+from hf_models import in_float64
 from torch import Tensor
 from transformers import (
     Dots1Config,
@@ -40,15 +38,6 @@ _DOTS1 = Experts(
     groups=4, groups_per_token=2, correction_bias=True,
 )  # fmt: skip
 DOTS1 = replace(QWEN3, family="dots1", num_layers=3, experts=_DOTS1)
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Whatever asks torch for float32 gets float64: transformers' norms, routers and rotary embeddings do."""
-    patches = [mock.patch.object(torch, name, torch.float64) for name in ("float", "float32")]
-    patches.append(mock.patch.object(Tensor, "float", Tensor.double))
-    with patches[0], patches[1], patches[2]:
-        yield
 
 
 def build_hf(shape: ModelShape) -> PreTrainedModel:

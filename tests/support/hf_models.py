@@ -1,7 +1,10 @@
 """Small models that `transformers` made and saved, one of each kind of config.json."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,6 +14,8 @@ from transformers import (
     Dots1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PretrainedConfig,
@@ -36,6 +41,7 @@ MADE: dict[str, tuple[type, PretrainedConfig]] = {
     "llama3": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=STRETCHED, tie_word_embeddings=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=6)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, head_dim=6, sliding_window=None)),
 }
 OF_BLOCKS = SIZES | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
 """Sizes of which a quantized base has whole blocks, also where two ranks share them."""
@@ -93,3 +99,12 @@ def read_by_transformers(folder: Path) -> dict[str, Tensor]:
             name = name.replace("shared_experts", "shared_expert").replace("gate.e_score_correction", "correction")
             found[name] = tensor
     return found
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Whatever asks torch for float32 gets float64: transformers' norms, routers and rotary embeddings do."""
+    patches = [mock.patch.object(torch, name, torch.float64) for name in ("float", "float32")]
+    patches.append(mock.patch.object(Tensor, "float", Tensor.double))
+    with patches[0], patches[1], patches[2]:
+        yield

@@ -190,13 +190,14 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
         saves_made = (
             tuple(reads) + entry.saves_made if entry.kind == "attention" and not measures.attention_copies else ()
         )
+        is_alias = entry.kind == "alias" or (entry.kind == "gather" and not scatters)
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
             entry.weights, forward_work, work, entry.kept_as, results,
             adds_apart=measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
             shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
             is_differentiated=entry.is_differentiated, is_local=entry.is_local,
-            continues=entry.continues, saves_made=saves_made, is_alias=entry.kind == "gather" and not scatters,
+            continues=entry.continues, saves_made=saves_made, is_alias=is_alias,
             weight_work=weight_work, weight_peak=weight_peak,
         )  # fmt: skip
 
