@@ -28,6 +28,7 @@ from dtlayout.base.terminal import guarded
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config
+from dtlayout.models.proofs import refuse_unproven
 from dtlayout.training.metrics import Summary, note_crash, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0
@@ -107,6 +108,8 @@ def _run(config: Config, stop: StopRequest) -> int:
     reached = {**summary, "refused": []} if summary.get("steps") else {}
     try:
         layout = check_layout(config, _count("WORLD_SIZE") or 1)
+        if not config.train.force:
+            refuse_unproven(config.model, layout)
     except DtlayoutError as error:
         # Keep the summary of an earlier run. Where there is a lease, a run is going on or has just begun.
         if is_writer and not summary and not (folder / LEASE_NAME).exists():

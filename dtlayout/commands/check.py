@@ -20,12 +20,15 @@ from dtlayout.config.loading import PLANNED_STEPS, load_plan
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.peft import find_adapter_notes
+from dtlayout.models.proofs import refuse_unproven, write_proof
+from dtlayout.models.traced import FAMILY
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
 from dtlayout.spec.cluster import Gpu
 from dtlayout.spec.kernel_table import find_packages
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
@@ -41,6 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", action="store_true", help="read the data's beginnings and the tokenizer too, as a run would"
     )
     parser.add_argument("--plan", action="store_true", help="print what happens to which module")
+    parser.add_argument(
+        "--prove", action="store_true", help="train a narrow model with a traced model's code on four processes, and "
+        "compare loss and gradients with those of one; a run of such a model needs it once",
+    )  # fmt: skip
+
+
+def _prove(model: ModelShape) -> list[tuple[str, str]]:
+    """Prove a traced model on every axis, keep that, and give a line for each."""
+    if model.family != FAMILY:
+        return [("proof", "needs none: the model is described")]
+    from dtlayout.training.prove import prove  # only now: it imports torch
+
+    found = prove(model)
+    write_proof(model, {axis: value for axis, value in found.items() if isinstance(value, float)})
+    return [
+        ("proof", f"{axis}: {value if isinstance(value, str) else f'differs from one process by {value:.1e} at most'}")
+        for axis, value in found.items()
+    ]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,6 +75,9 @@ def run(options: argparse.Namespace) -> int:
         from dtlayout.planner.prediction import refuse_hopeless  # only now: it imports the cost model
 
         refuse_hopeless(config, layout, config.device.gpu)
+    proof = _prove(config.model) if options.prove else []
+    if not config.train.force:
+        refuse_unproven(config.model, layout)
     if options.data:
         from dtlayout.data.check import check_beginnings, check_data  # only now: it imports numpy
 
@@ -69,7 +93,13 @@ def run(options: argparse.Namespace) -> int:
         else "not checked here: --data looks for them"
     )
     peak_bytes, memory = _predict_memory(config, layout)
-    facts = [*_describe(config, layout), ("memory", memory), ("data", looked), *(("kernels", line) for line in said)]
+    facts = [
+        *_describe(config, layout),
+        ("memory", memory),
+        ("data", looked),
+        *(("kernels", line) for line in said),
+        *proof,
+    ]
     lines = [f"{name:<14}{value}" for name, value in facts] + [f"note: {note}" for note in notes]
     if options.plan:
         lines.append(f"\n{make_plan(config.model, layout, chosen.kernels, config.precision)}")

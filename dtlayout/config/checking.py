@@ -15,6 +15,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.families import find_family, find_target_problems
+from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import check_init_from
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
@@ -65,6 +66,14 @@ def _check_family(config: Config) -> list[Refusal]:
     except InvalidConfig as error:
         return [Refusal("model.family", problem) for problem in error.problems]
     return []
+
+
+def _check_traced(config: Config) -> list[Refusal]:
+    """Blocks that nobody described attend as their own code says."""
+    if config.model.family != FAMILY or not config.data.document_mask:
+        return []
+    what = f"data.document_mask=true keeps documents apart in models that are described; {config.model.name} was traced"
+    return [Refusal("data.document_mask", what, "use document_mask=false")]
 
 
 def _check_first_weights(config: Config) -> list[Refusal]:
@@ -145,6 +154,6 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
     _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, _check_warmup, _check_roles,
-    _check_loss_scale, _check_disk,
+    _check_loss_scale, _check_disk, _check_traced,
 )  # fmt: skip
 """Rules of sections beside each other."""

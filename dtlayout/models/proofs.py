@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.files import find_cache, write_whole
 from dtlayout.models.traced import FAMILY, read_trace
 from dtlayout.spec.layout import Layout
@@ -55,6 +56,15 @@ def find_unproven(model: ModelShape, layout: Layout) -> list[str]:
         return []
     known = read_proof(model)
     return [axis for axis in list_axes(layout) if not known.get(axis, 1.0) <= TOLERANCE]
+
+
+def refuse_unproven(model: ModelShape, layout: Layout) -> None:
+    """InvalidLayout if a traced model was not yet seen to train exactly on the axes of a layout."""
+    if missing := find_unproven(model, layout):
+        raise InvalidLayout(
+            f"{model.name} was traced, and nothing proves yet that {' and '.join(missing)} trains it exactly; dtlayout "
+            f"check CONFIG --prove tries it on four processes of this machine, or train.force=true goes without"
+        )
 
 
 def _find_file(model: ModelShape) -> Path:
