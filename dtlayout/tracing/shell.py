@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 Blocks = nn.ModuleDict | dict[str, nn.Module]
 """Blocks by their numbers in the whole model."""
-Step = Callable[[int, Tensor, dict[str, Any]], Any]
+RunBlock = Callable[[int, Tensor, dict[str, Any]], Any]
 """(number of a block, its first argument, its other arguments by name) → what the block returns."""
 
 
 class Delegator(nn.Module):
-    """Stands for a block in the family's list: it hands its arguments to a `Step`.
+    """Stands for a block in the family's list: it hands its arguments to a `RunBlock`.
 
     It has the block's plain attributes, such as `attention_type`, which loops over blocks read.
     """
 
-    def __init__(self, number: int, block: nn.Module, step: Step):
+    def __init__(self, number: int, block: nn.Module, step: RunBlock):
         super().__init__()
         self.number, self.step = number, step
         named = inspect.signature(inspect.unwrap(type(block).forward)).parameters.values()
@@ -95,7 +95,7 @@ class Shell:
         return self._call(blocks, context, entering)
 
     def embed(self, embedded: Tensor, first: int = 0, blocks: Blocks | None = None) -> Tensor:
-        """What enters the first block, of embedded tokens [B, s, D]; with `blocks` the hidden states behind them.
+        """Hidden states that enter the first block, or those behind `blocks`, of embedded tokens [B, s, D].
 
         `first` is the position of the first token.
         """
@@ -134,12 +134,15 @@ class Shell:
         return run
 
     def _leave_out(self, module: nn.Module) -> Callable[..., Any]:
-        """What is called behind the blocks is left out; a norm without parameters may be called before them too."""
+        """A function that returns its first argument behind the blocks, and calls the module before them.
+
+        A norm without parameters may stand at both places.
+        """
         end = (module,)
         return lambda *arguments, **named: arguments[0] if self.is_behind else end[0](*arguments, **named)
 
 
-def delegate(blocks: nn.Module, step: Step) -> nn.ModuleList:
+def delegate(blocks: nn.Module, step: RunBlock) -> nn.ModuleList:
     """A list with a `Delegator` for each of these blocks."""
     return nn.ModuleList(Delegator(number, block, step) for number, block in enumerate(blocks.children()))
 
