@@ -11,6 +11,7 @@ Legend: B batch, S sequence, D model width.
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +83,9 @@ class Shell:
         """Whether the first block was called."""
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
         for path, (module, width) in before.items():
-            replace(base, path, Stub(self._make_end(module, width)))
+            replace(base, path, Stub(partial(self._run_before, module, width)))
         for path in after:
-            replace(base, path, Stub(self._leave_out(base.get_submodule(path))))
+            replace(base, path, Stub(partial(self._leave_out, base.get_submodule(path))))
 
     def run(self, blocks: Blocks, entering: Tensor, seq_len: int) -> Tensor:
         """Hidden states behind these blocks, of those before them, `entering` [B, s, D].
@@ -123,23 +124,15 @@ class Shell:
             self.hidden = result[0] if isinstance(result, tuple | list) else result
         return (h_BSD,) if self.returns_tuple else h_BSD
 
-    def _make_end(self, module: nn.Module | None, width: int) -> Callable[..., Any]:
-        end = (module,)  # not registered a second time
+    def _run_before(self, end: nn.Module | None, width: int, *arguments: Any, **named: Any) -> Any:
+        """An end before the blocks; zeros of its width where it is elsewhere, or hidden states come from outside."""
+        if self.entering is None and end is not None:
+            return end(*arguments, **named)
+        return self.hidden.new_zeros(()).expand(*self.hidden.shape[:2], width)
 
-        def run(*arguments: Any, **named: Any) -> Any:
-            if self.entering is None and end[0] is not None:
-                return end[0](*arguments, **named)
-            return self.hidden.new_zeros(()).expand(*self.hidden.shape[:2], width)
-
-        return run
-
-    def _leave_out(self, module: nn.Module) -> Callable[..., Any]:
-        """A function that returns its first argument behind the blocks, and calls the module before them.
-
-        A norm without parameters may stand at both places.
-        """
-        end = (module,)
-        return lambda *arguments, **named: arguments[0] if self.is_behind else end[0](*arguments, **named)
+    def _leave_out(self, end: nn.Module, *arguments: Any, **named: Any) -> Any:
+        """The first argument behind the blocks; before them the end, since a norm without parameters may be at both."""
+        return arguments[0] if self.is_behind else end(*arguments, **named)
 
 
 def delegate(blocks: nn.Module, step: RunBlock) -> nn.ModuleList:
