@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.attention import bind_attention, repeat_heads
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import find_kernel
 
 NAME = "dtlayout"
 """Name of this attention in the tables of `transformers`."""
+
+_UNUSED = {"position_ids", "cache_position"}
+"""Tensors that families hand on to every attention function, and none reads in training."""
 
 
 @cache
@@ -82,8 +86,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention as `transformers` asks for it: of [B, H, S, K] and [B, G, S, K], the result [B, S, H, K].
 
-    `softcap` bounds the scores, `s_aux` [H] are sinks, to which probability goes that no token gets.
+    `softcap` bounds the scores, `s_aux` [H] are sinks, to which probability goes that no token gets. InvalidConfig for
+    a tensor that is none of these arguments, since it would change the result.
     """
+    unknown = [name for name, option in options.items() if isinstance(option, Tensor) and name not in _UNUSED]
+    if unknown:
+        raise InvalidConfig(
+            f"{type(module).__name__} attends with {', '.join(unknown)}, which dtlayout's attention does not know"
+        )
     width = query.shape[-1]
     scale = width**-0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

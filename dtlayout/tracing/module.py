@@ -58,13 +58,13 @@ class TracedModel(nn.Module):
                 f"data.seq_len={max_seq_len} is longer than the table of {config.max_position_embeddings} positions "
                 f"that {type(model).__name__} has"
             )
-        table, matrix = model.get_input_embeddings(), model.get_output_embeddings()
+        matrix = model.get_output_embeddings()
         blocks = range(self.parts.num_blocks) if layers is None else layers
         self.model = TracedDecoder(model, self.parts, kernels, blocks, embedding=embedding, norm=head, dtype=dtype)
         self.lm_head = None
         if head:
             self.lm_head = Head(
-                matrix.in_features, table.num_embeddings, kernels.loss, dtype, bias=self.parts.head_bias,
+                matrix.in_features, matrix.out_features, kernels.loss, dtype, bias=self.parts.head_bias,
                 factor=self.parts.logits.scale, softcap=self.parts.logits.softcap,
             )  # fmt: skip
             if self.parts.is_tied and self.model.embed_tokens is not None:

@@ -31,7 +31,7 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Where the parts of a causal model lie; paths begin at the causal model."""
+    """Paths of the parts of a causal model, which begin at the causal model, and what is done between them."""
 
     base: str
     """Path of the base model, the module that runs the blocks."""
@@ -52,7 +52,7 @@ class ModelParts:
     head_bias: bool = False
     """Whether the head has a bias."""
     logits: Logits = field(default_factory=Logits)
-    """What is done with the head's product."""
+    """Factor and softcap of the head's product."""
     embedding_scale: float = 1.0
     """Factor by which the embedding module multiplies what it looks up."""
     returns_tuple: bool = False
@@ -210,9 +210,11 @@ def _check_owners(model: nn.Module, blocks: str) -> None:
 
 
 def _find_outside(model: nn.Module, blocks: str) -> Iterator[str]:
-    """Paths of the outermost modules that don't contain the blocks."""
+    """Paths of the outermost modules that don't contain the blocks, but for lists, which nobody calls."""
     found: list[str] = []
-    for path, _ in _walk(model):
+    for path, module in _walk(model):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
         if path != blocks and not _is_around(path, blocks) and not path.startswith(tuple(f"{p}." for p in found)):
             found.append(path)
             yield path

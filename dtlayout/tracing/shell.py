@@ -11,6 +11,7 @@ Legend: B batch, S sequence, D model width.
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +19,17 @@ from torch import Tensor, nn
 
 Blocks = nn.ModuleDict | dict[str, nn.Module]
 """Blocks by their numbers in the whole model."""
-Step = Callable[[int, Tensor, dict[str, Any]], Any]
+RunBlock = Callable[[int, Tensor, dict[str, Any]], Any]
 """(number of a block, its first argument, its other arguments by name) → what the block returns."""
 
 
 class Delegator(nn.Module):
-    """Stands for a block in the family's list: it hands its arguments to a `Step`.
+    """Stands for a block in the family's list: it hands its arguments to a `RunBlock`.
 
     It has the block's plain attributes, such as `attention_type`, which loops over blocks read.
     """
 
-    def __init__(self, number: int, block: nn.Module, step: Step):
+    def __init__(self, number: int, block: nn.Module, step: RunBlock):
         super().__init__()
         self.number, self.step = number, step
         named = inspect.signature(inspect.unwrap(type(block).forward)).parameters.values()
@@ -82,9 +83,9 @@ class Shell:
         """Whether the first block was called."""
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
         for path, (module, width) in before.items():
-            replace(base, path, Stub(self._make_end(module, width)))
+            replace(base, path, Stub(partial(self._run_before, module, width)))
         for path in after:
-            replace(base, path, Stub(self._leave_out(base.get_submodule(path))))
+            replace(base, path, Stub(partial(self._leave_out, base.get_submodule(path))))
 
     def run(self, blocks: Blocks, entering: Tensor, seq_len: int) -> Tensor:
         """Hidden states behind these blocks, of those before them, `entering` [B, s, D].
@@ -95,7 +96,7 @@ class Shell:
         return self._call(blocks, context, entering)
 
     def embed(self, embedded: Tensor, first: int = 0, blocks: Blocks | None = None) -> Tensor:
-        """What enters the first block, of embedded tokens [B, s, D]; with `blocks` the hidden states behind them.
+        """Hidden states that enter the first block, or those behind `blocks`, of embedded tokens [B, s, D].
 
         `first` is the position of the first token.
         """
@@ -123,23 +124,18 @@ class Shell:
             self.hidden = result[0] if isinstance(result, tuple | list) else result
         return (h_BSD,) if self.returns_tuple else h_BSD
 
-    def _make_end(self, module: nn.Module | None, width: int) -> Callable[..., Any]:
-        end = (module,)  # not registered a second time
+    def _run_before(self, end: nn.Module | None, width: int, *arguments: Any, **named: Any) -> Any:
+        """An end before the blocks; zeros of its width where it is elsewhere, or hidden states come from outside."""
+        if self.entering is None and end is not None:
+            return end(*arguments, **named)
+        return self.hidden.new_zeros(()).expand(*self.hidden.shape[:2], width)
 
-        def run(*arguments: Any, **named: Any) -> Any:
-            if self.entering is None and end[0] is not None:
-                return end[0](*arguments, **named)
-            return self.hidden.new_zeros(()).expand(*self.hidden.shape[:2], width)
-
-        return run
-
-    def _leave_out(self, module: nn.Module) -> Callable[..., Any]:
-        """What is called behind the blocks is left out; a norm without parameters may be called before them too."""
-        end = (module,)
-        return lambda *arguments, **named: arguments[0] if self.is_behind else end[0](*arguments, **named)
+    def _leave_out(self, end: nn.Module, *arguments: Any, **named: Any) -> Any:
+        """The first argument behind the blocks; before them the end, since a norm without parameters may be at both."""
+        return arguments[0] if self.is_behind else end(*arguments, **named)
 
 
-def delegate(blocks: nn.Module, step: Step) -> nn.ModuleList:
+def delegate(blocks: nn.Module, step: RunBlock) -> nn.ModuleList:
     """A list with a `Delegator` for each of these blocks."""
     return nn.ModuleList(Delegator(number, block, step) for number, block in enumerate(blocks.children()))
 

@@ -30,7 +30,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo2", "olmo3", "smollm3", "stablelm", "glm", "glm4", "falcon", "gpt_neox", "gpt2", "bloom", "starcoder2",
         "nemotron", "ernie4_5", "seed_oss", "gpt_bigcode", "helium", "exaone4", "arcee", "persimmon",
         "hunyuan_v1_dense", "cwm", "bitnet", "biogpt", "openai-gpt", "nanochat", "diffllama", "mixtral", "qwen3_moe",
-        "olmoe", "gpt_oss", "granitemoe",
+        "olmoe", "gpt_oss", "granitemoe", "llama4_text", "doge", "moshi", "jetmoe", "hunyuan_v1_moe",
     )},
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt with projections": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),

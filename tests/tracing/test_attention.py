@@ -10,6 +10,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.attention import bind_attention
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import find_kernel
@@ -67,6 +68,12 @@ def test_values_of_another_width_and_attention_to_all_tokens_run_without_the_ker
     torch.testing.assert_close(y_BSHK, expected.transpose(1, 2))
     y_BSHK, _ = attend(module, QUERY, KEY, VALUE, None, is_causal=False)
     torch.testing.assert_close(y_BSHK, weigh(compute_scores(K**-0.5).softmax(-1)))
+
+
+def test_a_tensor_that_nobody_knows_is_refused():
+    attend(make_module(), QUERY, KEY, VALUE, None, position_ids=torch.arange(S)[None], sliding_window=3)
+    with pytest.raises(InvalidConfig, match="Module attends with indices, which dtlayout's attention does not know"):
+        attend(make_module(), QUERY, KEY, VALUE, None, indices=torch.arange(S))
 
 
 def test_a_window_is_a_mask_unless_it_reaches_over_the_whole_sequence():

@@ -1,5 +1,7 @@
 """A stage's module of a model of `transformers` computes what the family's own causal model computes."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor
@@ -163,6 +165,18 @@ def test_tables_are_there_once_a_stage_has_memory_and_in_their_own_format(name):
     tables = [part._buffers[name] for root in (model, model.model.shell.base) for part, name in own_tables(root)]
     assert tables and not any(table.is_meta for table in tables)
     assert any(table.dtype == torch.float32 for table in tables)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
+def test_a_copy_runs_its_own_weights(name):
+    answer = ask_family(name)
+    model = build(answer.config)
+    load(model, answer.state)
+    copy = deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(copy(answer.tokens).detach(), answer.logits, rtol=0, atol=1e-10)
 
 
 def test_documents_are_refused():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from toys import TOYS, ask_family, make_config
 from transformers import PretrainedConfig, T5Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
 from dtlayout.base.errors import InvalidConfig
@@ -53,6 +54,21 @@ def test_ends_beside_embedding_and_norm_keep_the_name_of_their_attribute():
 )
 def test_scale_and_softcap_of_logits_are_found_by_running_the_family(kind, more, logits):
     assert find(kind, **more).logits == pytest.approx(logits, rel=1e-12)
+
+
+def test_a_softcap_that_is_computed_in_fp32_is_found():
+    assert find("beam", final_logit_softcapping=15.0).logits == Logits(softcap=15.0)
+
+
+def test_a_sequence_can_be_sharded_unless_positions_are_read_that_nobody_can_give(monkeypatch):
+    assert find("gpt2").can_shard_sequence and find("bloom").can_shard_sequence
+    real = GPT2Model.forward
+
+    def without_positions(self, inputs_embeds=None, use_cache=None, attention_mask=None):
+        return real(self, inputs_embeds=inputs_embeds, use_cache=use_cache, attention_mask=attention_mask)
+
+    monkeypatch.setattr(GPT2Model, "forward", without_positions)
+    assert not find("gpt2").can_shard_sequence
 
 
 def test_a_head_with_a_bias_and_an_embedding_with_a_factor_are_found():
