@@ -173,11 +173,13 @@ class _Reader:
         if len(known) != 1 or len(known[0].sources) != 1:
             return
         entered = next(each for each in call.reads if each in self.values)
-        before, after = (len(self.record.shapes[each]) for each in (entered, call.makes[0]))
-        if call.function in _CUTS and before == 3 and len(call.makes) > 1:
+        before, after = (self.record.shapes[each] for each in (entered, call.makes[0]))
+        if call.function in _CUTS and len(before) == 3 and len(call.makes) > 1:
             self.cut.add(known[0].sources[0])
-        if call.function in ("view", "reshape", "unflatten") and before != after and -1 not in call.numbers:
-            self.fixed.add(known[0].sources[0])
+        if call.function in ("view", "reshape", "unflatten") and len(before) != len(after):
+            sizes, place = call.numbers, min(len(before), len(after)) - 1  # that of the heads, or of all their elements
+            is_open = sizes[place] == -1 if len(sizes) == len(after) else -1 in sizes
+            self.fixed.update(known[0].sources[:1] * (not is_open))
 
     def _count_heads(self, tensor: int) -> tuple[int, int]:
         """Heads and width of a tensor with a width for each head of each token."""
@@ -204,6 +206,8 @@ class _Reader:
             initial="zeros" if adds_one else "ones",
         )  # fmt: skip
         self.operations.append(norm)
+        if norm.reads == ATTENDED or norm.reads.endswith(".active"):
+            self.problems.append(f"{module} normalises all that a branch has between its matmuls")
         self.used.update(parameters)
         self.values[calls[-1].makes[0]] = Value((module,))
 

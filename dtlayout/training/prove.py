@@ -49,10 +49,7 @@ _STD, _LEAST_SHARE = 0.1, 1e-4
 
 
 def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | str]:
-    """Axis → the largest relative difference of loss or gradients from one process, or a reason why it was not tried.
-
-    DtlayoutError if the processes end without an answer, or take more than five minutes.
-    """
+    """Axis → the largest relative difference of loss or gradients from one process, or a reason why there is none."""
     from dtlayout.tracing.shrink import shrink
 
     trace = read_trace(model.trace)
@@ -71,9 +68,23 @@ def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | st
                 except InvalidConfig as error:
                     found[axis] = "; ".join(error.problems)
         wanted = [axis for axis in axes if axis not in found]
-        if wanted:
-            found |= _start(small, wanted, folder)
+        found |= _try(small, wanted, folder)
     return {axis: found[axis] for axis in axes}
+
+
+def _try(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, float | str]:
+    """What came of each axis; where one fails, each by itself."""
+    if not axes:
+        return {}
+    try:
+        return {**_start(small, axes, folder)}
+    except DtlayoutError as error:
+        if len(axes) == 1:
+            return {axes[0]: str(error)}
+    found = dict[str, float | str]()
+    for axis in axes:
+        found |= _try(small, [axis], tempfile.mkdtemp(dir=folder))
+    return found
 
 
 def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, float]:
@@ -84,10 +95,10 @@ def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, flo
     try:
         while not context.join(timeout=1):
             if time.monotonic() > ends:
-                raise DtlayoutError(f"{small.name} was not proved within {_LIMIT_S:.0f} s")
+                raise DtlayoutError(f"no end after {_LIMIT_S:.0f} s")
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
         last = str(error).strip().rpartition("\n")[2]
-        raise DtlayoutError(f"{small.name} was not proved on {' and '.join(axes)}: {last}") from None
+        raise DtlayoutError(f"it fails: {last}") from None
     finally:
         for process in context.processes:
             if process.is_alive():
