@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.tracing.building import first_line
 from dtlayout.tracing.shell import Stub, replace
 
 _HUGE = 1e9
@@ -74,7 +75,9 @@ def _run(model: Any, base: str, head: str, hidden: Tensor, products: Tensor) -> 
             tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64)
             logits = model(input_ids=tokens, use_cache=False).logits
     except Exception as error:
-        raise InvalidConfig(_describe(model, f"computes no logits of hidden states alone: {_first(error)}")) from error
+        raise InvalidConfig(
+            _describe(model, f"computes no logits of hidden states alone: {first_line(error)}")
+        ) from error
     finally:
         replace(model, base, real_base)
         replace(model, head, real_head)
@@ -93,7 +96,3 @@ def _ratio(result: Tensor, values: Tensor) -> float:
 
 def _describe(model: nn.Module, what: str) -> str:
     return f"{type(model).__name__} {what}; train it with its own program"
-
-
-def _first(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -18,7 +18,8 @@ from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import Head
 from dtlayout.spec.kernels import Kernels
 from dtlayout.tracing.attention import NAME, bind_kernel
-from dtlayout.tracing.parts import ModelParts, build_model, find_parts
+from dtlayout.tracing.building import build_model
+from dtlayout.tracing.parts import ModelParts, find_parts
 from dtlayout.tracing.shell import Shell, compute_tables, own_tables
 
 

@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from dtlayout.plans.init import allocate
 from dtlayout.spec.batch import IGNORED
 from dtlayout.spec.kernels import Kernels
+from dtlayout.tracing.building import build_model, without_dropout
 from dtlayout.tracing.module import TracedModel
-from dtlayout.tracing.parts import build_model, without_dropout
 
 S, V, NUM_TARGETS = 12, 101, 7.0
 SIZES = {

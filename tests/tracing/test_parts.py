@@ -10,9 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.spec.kernels import Kernels
+from dtlayout.tracing.building import build_model, without_dropout
 from dtlayout.tracing.logits import Logits
 from dtlayout.tracing.module import TracedModel
-from dtlayout.tracing.parts import build_model, find_parts, without_dropout
+from dtlayout.tracing.parts import find_parts
 
 
 def find(kind: str, **more):
@@ -86,6 +87,11 @@ def test_finding_parts_leaves_the_model_as_it_was():
     before = look()
     find_parts(model)
     assert look() == before
+
+
+@torch.no_grad()
+def test_parts_are_found_where_no_gradients_are_wanted():
+    assert find("gpt2").before == {"transformer.wpe": 32}
 
 
 def test_nothing_is_left_to_chance():
