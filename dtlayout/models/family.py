@@ -23,9 +23,9 @@ class WindowRule:
     """Blocks of a family that have a window, where a config.json names one in sliding_window."""
 
     period: int = 0
-    """Of so many blocks one attends to all tokens. 0: every block has the window."""
+    """Blocks among which one attends to all tokens. 0: every block has the window."""
     full: int = 0
-    """Number of that block among them, from 0."""
+    """Place of that block among them, from 0."""
     period_key: str = ""
     """Key of config.json that has another period; empty where none has."""
     switch: str = ""
@@ -67,7 +67,7 @@ class Family:
     untrained: str = ""
     """Reason why its models are planned and not trained; empty where they train."""
     keys: Mapping[str, "str | Derived"] = field(default_factory=dict)
-    """Of a family that is planned alone: field of `ModelShape` beside `SIZE_KEYS` → key of config.json. A dot leads
+    """Field of `ModelShape` beside `SIZE_KEYS` → key of config.json, for a family that is planned alone. A dot leads
     into a table: "block.output_bias"."""
     stored_names: Mapping[str, str] = field(default_factory=lambda: STORED_NAMES)
     """Weight of a block → its name in a Hugging Face folder, where that is another; "*" is the number of an expert."""

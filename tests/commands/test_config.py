@@ -78,5 +78,6 @@ def test_a_key_says_its_type_its_default_and_its_range(capsys, section, said):
 def test_an_unknown_section_is_refused_with_those_that_there_are(capsys):
     assert main(["config", "dat"]) == 2
     assert capsys.readouterr().err.startswith(
-        "there is no section 'dat'; use one of model, model.experts, model.latent_attention, model.rope_scaling, "
+        "there is no section 'dat'; use one of model, model.experts, model.latent_attention, model.block, "
+        "model.rope_scaling, "
     )

@@ -3,7 +3,9 @@
 A model is built on the meta device, from the defaults of its config class and from small sizes with other switches.
 """
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.toml import parse
+from dtlayout.cli import main
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.models.counting import count_attention_flops_per_token, count_parameters
@@ -401,3 +405,61 @@ def test_a_norm_behind_experts_and_a_shared_expert_is_not_known():
         replace(shape, block=BlockVariant(norms="both"))
     with pytest.raises(InvalidConfig, match="shared_gate=true gates nothing where shared_ffn_size=0"):
         replace(shape.experts, shared_ffn_size=0, shared_gate=True)
+
+
+def read_table(page: str, heading: str) -> dict[str, str]:
+    """First column → last column of the table below a heading, a row for each name in it."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    return {name: text for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_the_page_of_models_has_every_family_with_its_reason():
+    page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    assert list(read_table(page, "Trained")) == [name for name, family in FAMILIES.items() if not family.untrained]
+    assert read_table(page, "Planned") == {family.name: family.untrained for family in PLANNED}
+    assert read_table(page, "Refused") == REFUSED
+    assert read_table(page, "Text parts") == {name: f"`{part.family}`" for name, part in TEXT_PARTS.items()}
+
+
+MEDIUM = {
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "intermediate_size": 6144, "vocab_size": 64_000, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+CLUSTER = ("--gpu", "h100-80g-sxm", "--gpus", "8", "--seq-len", "2048", "--global-batch", "32", "--top", "1")
+ASKED = (*CLUSTER, "--fix", "tp=2,pp=1,cp=1,recompute=none,micro_batch=1")
+
+
+@pytest.mark.parametrize("engine", ["dtlayout", "megatron"])
+@pytest.mark.parametrize("name", ["phi3", "olmo2", "gpt_oss", "cohere2", "llava"])
+def test_recommend_plans_it_for_every_engine(name, engine, tmp_path, capsys):
+    folder = tmp_path / f"my-{name}"
+    folder.mkdir()
+    file = {"model_type": name, **MEDIUM}
+    if name == "llava":
+        file = {"model_type": name, "text_config": {"model_type": "llama", **MEDIUM}, "vision_config": {}}
+    if name == "gpt_oss":
+        file |= {"num_local_experts": 8, "intermediate_size": 480}
+    (folder / "config.json").write_text(json.dumps(file))
+    assert main(["recommend", "--model", str(folder), "--engine", engine, *ASKED]) == 0
+    named = f"my-{name}" + "-text-part" * (name == "llava")
+    billions = count_parameters(parse_hf(file)) / 1e9
+    assert capsys.readouterr().out.startswith(f"{named}, {billions:.2f} billion parameters, on 8 x h100-80g-sxm")
+
+
+def test_megatron_gets_no_arguments_for_blocks_that_they_cannot_say(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    asked = ("recommend", "--model", str(file), *ASKED, "--engine", "megatron", "--emit", str(tmp_path / "out.sh"))
+    file.write_text(json.dumps({"model_type": "olmo2", **MEDIUM}))
+    assert main(asked) == 2
+    assert "arguments for blocks of family olmo2 are not written; leave out --emit" in capsys.readouterr().err
+    file.write_text(json.dumps({"model_type": "glm", **MEDIUM}))
+    assert main(asked) == 0
+    assert "model.family=glm: its weights of gate and up are one matrix, and no argument" in capsys.readouterr().out
+
+
+def test_formats_that_are_as_fast_as_each_other_are_no_crash(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "glm", **SMALL, "head_dim": 8}))
+    assert main(["recommend", "--model", str(file), *ASKED, "--engine", "megatron"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
