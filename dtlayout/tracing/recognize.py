@@ -284,7 +284,6 @@ class _Reader:
             RoutedExperts(call.module, reads, router, number, per_token, width, inner, opening == 2 * inner, has_bias)
         )
         self.used.update(f"{call.module}.{name}" for name in shapes)
-        self.problems.append(f"{call.module} is a mixture of experts, which is traced for predictions alone")
         self.values[call.makes[0]] = Value((call.module,))
 
     def _multiply(self, call: Call, first: Value, second: Value) -> None:

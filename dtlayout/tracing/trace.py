@@ -195,18 +195,25 @@ def _describe(
     own = {key: value for key, value in sides.names.items() if key != value}
     reasons = {"tp": problems, "sequence_parallel": of_sequence}
     whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
-    if problem := _find_untrained(config, sides.names):
+    if any(each.experts for each in described):
+        whole["training"] = "a mixture of experts is traced for predictions alone"
+    elif problem := _find_untrained(config, sides.names, whole):
         whole["training"] = problem
     return Trace(shape=shape, kinds=tuple(described), config=config, library=library, whole=whole, names=own)
 
 
-def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The reason why the trainer cannot take a model's stages apart; empty if it can."""
+def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str], whole: dict[str, str]) -> str:
+    """The reason why the trainer cannot take a model's stages apart; empty if it can.
+
+    `whole` gets a reason where the trainer can, but not with parts of a sequence.
+    """
     try:
         with torch.device("meta"):
             parts = find_parts(build_model(parse_config(config), torch.float32))
     except InvalidConfig as error:
         return "; ".join(error.problems)
+    if not parts.can_shard_sequence:
+        whole.setdefault("sequence_parallel", "what stands before its blocks reads whole sequences")
     own = {key: value for key, value in parts.names.items() if key in names}
     return "" if own == dict(names) else f"its parts are called {own}, and {dict(names)} in its trace"
 
