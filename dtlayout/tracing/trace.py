@@ -22,7 +22,8 @@ from dtlayout.models.operations import ATTENDED, Linear, Norm, SelfAttention, We
 from dtlayout.models.tape import HIDDEN
 from dtlayout.models.traced import FAMILY, Trace
 from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.tracing.parts import build_model, find_parts
+from dtlayout.tracing.building import build_model
+from dtlayout.tracing.parts import find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
 

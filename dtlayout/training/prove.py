@@ -158,7 +158,8 @@ def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dic
     from transformers import AutoModelForCausalLM
 
     from dtlayout.tracing.build import read_config
-    from dtlayout.tracing.parts import find_parts, without_dropout
+    from dtlayout.tracing.building import without_dropout
+    from dtlayout.tracing.parts import find_parts
 
     config = without_dropout(read_config(model.trace))
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
