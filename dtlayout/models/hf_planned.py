@@ -50,9 +50,9 @@ def read_planned(config: Mapping[str, Any], family: Family) -> tuple[dict[str, A
              **family.defaults, **_find_theta(config), **config}  # fmt: skip
     table: dict[str, Any] = deepcopy(dict(family.traits))
     problems = []
-    for key in ("hidden_act", "hidden_activation"):
-        if given.get(key) is not None and given[key] not in _ACTIVATIONS:
-            problems.append(f"{key}={given[key]!r} is not known; use one of {', '.join(_ACTIVATIONS)}")
+    for act in ("hidden_act", "hidden_activation"):
+        if given.get(act) is not None and given[act] not in _ACTIVATIONS:
+            problems.append(f"{act}={given[act]!r} is not known; use one of {', '.join(_ACTIVATIONS)}")
     for field, key in {**SIZE_KEYS, **family.keys}.items():
         section, _, name = field.rpartition(".")
         try:
