@@ -48,7 +48,10 @@ def find_model(text: str) -> ModelShape:
 
 
 def find_trained_model(text: str) -> ModelShape:
-    """As `find_model`; a model of a family that is planned and not trained is traced, where that can be done here."""
+    """The model that `text` names, traced where its family is planned and not trained, if that can be done here.
+
+    InvalidConfig as from `find_model`.
+    """
     found = find_model(text)
     if text not in PRESETS and find_family(found.family).untrained:
         with suppress(InvalidConfig):  # a check of the config says why the family itself is not trained

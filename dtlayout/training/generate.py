@@ -24,6 +24,7 @@ from dtlayout.models.files import find_model
 from dtlayout.models.llama import Block, Llama
 from dtlayout.models.peft import find_base_folder, is_peft
 from dtlayout.models.stored import find_weights
+from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import find_adapted_model, find_weight_problems
 from dtlayout.ops.attention import Attend
 from dtlayout.plans.apply import split_tensors
