@@ -30,7 +30,7 @@ lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
 def train(name: str, start: str, *options: str) -> None:
     overrides = {"model.name": start, "train.init_from": start, "train.run_folder": f"{folder}/{name}", "layout.pp": 1}
     print(f"{name}:", flush=True)
-    sizes = {"batch.global_batch": 8, "batch.seq_len": 64, "train.steps": 200, "checkpoint.export": "true"}
+    sizes = {"batch.global_batch": 8, "batch.seq_len": 64, "train.steps": 100, "checkpoint.export": "true"}
     arguments = [f"--{key}={value}" for key, value in {**overrides, **sizes}.items()]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     subprocess.run([sys.executable, *launcher, "train.py", "configs/debug.toml", *arguments, *options], check=True)
@@ -47,7 +47,7 @@ chats = ("--data.messages_field=messages", "--data.samples=padded", "--data.max_
 chats = (*chats, f"--data.chat_template={folder}/chat.jinja")
 train("taught", f"{folder}/further/hf", f"--data.source={folder}/chats.jsonl", *chats)
 
-lora = ("--layout.tp=1", "--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--train.steps=100")
+lora = ("--layout.tp=1", "--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--train.steps=70")
 train("lora", f"{folder}/taught/hf", f"--data.source={folder}/at_night.jsonl", *chats, *lora)
 dtlayout("convert", f"{folder}/lora", f"{folder}/merged", "--merge")
 

@@ -310,7 +310,9 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
         what = f"layout.sequence_parallel: {whole['sequence_parallel']}"
         broken.append(Refusal("sequence_parallel", what, "use sequence_parallel=false"))
     asked = {
-        "cp": layout.cp > 1, "tp_overlap": layout.overlaps_tp, "precision.matmuls": precision.matmul_format is not None,
+        "cp": layout.cp > 1, "tp_overlap": layout.overlaps_tp,
+        f"schedule={layout.schedule}": layout.splits_backward, "offload": layout.offloads_activations,
+        "precision.matmuls": precision.matmul_format is not None,
         "precision.base": precision.base != "compute", "precision.fake_quant": precision.fake_quant != "none",
         "adapter": model.adapter is not None,
     }  # fmt: skip

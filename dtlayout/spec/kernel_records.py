@@ -59,6 +59,8 @@ class KernelRequest:
     """Whether what blocks keep lies on the host, `Layout.offloads_activations`."""
     expert_widths: tuple[int, ...] = ()
     """Widths of the rows that experts read and make; empty where a model has no experts."""
+    is_traced: bool = False
+    """Whether blocks are the code of transformers, of a traced model."""
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class KernelRequest:
             splits_backward=layout.splits_backward,
             offloads_activations=layout.offloads_activations,
             expert_widths=(model.hidden_size, experts.ffn_size) if experts else (),
+            is_traced=bool(model.trace),
         )
 
 
@@ -98,6 +101,8 @@ class Kernel:
     """Whether predictions tell the kernels of the operation apart."""
     is_fusible: ClassVar[bool] = False
     """Whether torch.compile fuses the operation, whichever kernel it has."""
+    is_of_described: ClassVar[bool] = False
+    """Whether blocks that are described call it alone; those that were traced have code of their own."""
     name: str
     """The value of that key."""
     cpu: tuple[Format, ...] = EVERY_FORMAT
@@ -133,7 +138,7 @@ class Kernel:
 
     def is_used(self, request: KernelRequest) -> bool:
         """Whether the model has the operation; a kernel of one that it lacks is neither chosen nor refused."""
-        return True
+        return not (request.is_traced and self.is_of_described)
 
     def suits(self, device: Device, compute: Format) -> bool:
         """Whether it runs on a device in a format, as far as the device is known; its package may be missing."""
@@ -235,7 +240,7 @@ class NormKernel(Kernel):
     """RMSNorm: x [..., D], its weight [D] and eps → [..., D]; on CUDA it may be computed with x a shard of S."""
 
     operation = "norm"
-    is_fusible = True
+    is_fusible = is_of_described = True
     separate: tuple[DeviceType, ...] = ()
     """Devices on which it is several operations, each of which writes its result to memory."""
     keeps_exact: bool = False
@@ -252,7 +257,7 @@ class RopeKernel(Kernel):
     """Rotary embedding: q [B, H, S, K], k [B, G, S, K] and tables cos and sin of S or more positions → both rotated."""
 
     operation = "rope"
-    is_fusible = True
+    is_fusible = is_of_described = True
     is_fused: bool = True
     """Whether it reads and writes its tensors once."""
 
@@ -262,7 +267,7 @@ class SwigluKernel(Kernel):
     """silu(gate) · up: two tensors of the FFN's width → one."""
 
     operation = "swiglu"
-    is_fusible = True
+    is_fusible = is_of_described = True
     num_kept: Literal[3, 4] = 3
     """Number of tensors that it keeps for backward: gate, up and the product; and silu(gate), unless backward computes
     it again."""

@@ -1,0 +1,66 @@
+"""What a traced model cannot train with is refused by name, before anything starts."""
+
+import pytest
+from toys import make_config
+
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
+from dtlayout.costmodel.engine_rules import find_training_lacks
+from dtlayout.models.traced import read_trace
+from dtlayout.spec.adapter import Adapter
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_records import KernelRequest
+from dtlayout.spec.kernels import OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
+from dtlayout.tracing.trace import trace_config
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, ModelShape]:
+    folder, found = tmp_path_factory.mktemp("traces"), {}
+    for family in ("gpt_neox", "olmo2", "biogpt", "qwen3_moe"):
+        config = {**make_config(family).to_dict(), "model_type": family}
+        file = folder / f"{family}.json"
+        file.write_text(trace_config(config, family).dumps())
+        found[family] = read_trace(str(file)).shape
+    return found
+
+
+def find_lacks(model: ModelShape, layout: Layout, engine: str = OWN_ENGINE, **precision: str) -> list[str]:
+    return find_training_lacks(find_engine(engine, "cpu"), layout, model, Precision(**precision))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "precision", "reason"),
+    [
+        ("gpt_neox", Layout(tp=2), {}, ""),
+        ("gpt_neox", Layout(tp=2, pp=2, sequence_parallel=True, recompute="full"), {}, ""),
+        ("olmo2", Layout(tp=2), {}, "layout.tp=2: self_attn.q_norm normalises all heads together"),
+        ("biogpt", Layout(tp=2, sequence_parallel=False), {}, ""),
+        ("biogpt", Layout(tp=2, sequence_parallel=True), {}, "layout.sequence_parallel: fc1 lies in its block"),
+        ("qwen3_moe", Layout(), {}, "a mixture of experts is traced for predictions alone"),
+        ("gpt_neox", Layout(cp=2), {}, "cp is for models that are described, and gpt_neox was traced"),
+        ("gpt_neox", Layout(pp=2, schedule="zb-h1"), {}, "schedule=zb-h1 is for models that are described"),
+        ("gpt_neox", Layout(offload="activations"), {}, "offload is for models that are described"),
+        ("gpt_neox", Layout(), {"matmuls": "fp8-rowwise"}, "precision.matmuls is for models that are described"),
+        ("gpt_neox", Layout(), {"fake_quant": "int8"}, "precision.fake_quant is for models that are described"),
+    ],
+)  # fmt: skip
+def test_a_layout_is_trained_or_refused_with_the_reason(models, family, layout, precision, reason):
+    lacks = find_lacks(models[family], layout, **precision)
+    assert any(reason in each for each in lacks) if reason else lacks == []
+
+
+def test_an_adapter_is_refused_and_another_program_is_not_asked(models):
+    from dataclasses import replace
+
+    adapted = replace(models["gpt_neox"], adapter=Adapter(rank=4))
+    assert any("adapter is for models that are described" in each for each in find_lacks(adapted, Layout()))
+    assert find_lacks(models["olmo2"], Layout(tp=2), "megatron") == []
+
+
+def test_kernels_that_a_traced_block_does_not_call_are_not_chosen(models):
+    request = KernelRequest.of(Device(type="cpu"), models["gpt_neox"], "float32", Layout(), document_mask=False)
+    chosen = OpenKernels().resolve(request)
+    assert not chosen.reasons.keys() & {"norm", "rope", "swiglu"} and "attention" in chosen.reasons
