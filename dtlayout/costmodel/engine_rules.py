@@ -324,6 +324,15 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
     return broken
 
 
+def find_kept_whole(model: ModelShape) -> frozenset[str]:
+    """Axes over which our trainer does not split a model that it trains, and "sequence_parallel" if not that either;
+    empty for a model that is described."""
+    whole = find_whole(model)
+    if model.family != FAMILY or "training" in whole:
+        return frozenset()
+    return frozenset({"cp", "tp_overlap", "ep", *whole})
+
+
 def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
     """The engine trains the model's family, and keys of the model that it cannot train are at their defaults."""
     family = FAMILIES.get(model.family)

@@ -29,7 +29,7 @@ of an axis's values, whatever they are.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
 from itertools import product
@@ -48,6 +48,7 @@ from dtlayout.costmodel.engine_rules import (
     check_recompute,
     check_scaled,
     check_zero,
+    find_kept_whole,
     find_layout_lacks,
 )
 from dtlayout.costmodel.scenario import (
@@ -153,7 +154,13 @@ class Space:
 
     def has_axis(self, name: str) -> bool:
         """Whether one of `KNOWN_AXES` is searched."""
-        return name in self.granted or name in self.scenario.engine.features.axes
+        return name not in self._kept_whole and (name in self.granted or name in self.scenario.engine.features.axes)
+
+    @cached_property
+    def _kept_whole(self) -> Collection[str]:
+        """Axes over which our trainer does not split this model, and sequence parallelism if not that either."""
+        model, engine = self.scenario.model, self.scenario.engine
+        return find_kept_whole(model) if engine.name == OWN_ENGINE else ()
 
     @cached_property
     def degrees(self) -> list[Degrees]:
@@ -238,7 +245,8 @@ class Space:
 
     def sequence_parallel(self, tp: int) -> list[bool]:
         """Values of sequence_parallel: on, and off if that makes a difference."""
-        return self.choose("sequence_parallel", (True, False) if tp > 1 else (True,))
+        wanted = (False,) if "sequence_parallel" in self._kept_whole else (True, False)
+        return self.choose("sequence_parallel", wanted if tp > 1 else (True,))
 
     def cp_methods(self, cp: int) -> list[str]:
         """Values of cp_method: all of the engine's if they make a difference, else one."""

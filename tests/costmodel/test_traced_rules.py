@@ -1,12 +1,18 @@
 """What a traced model cannot train with is refused by name, before anything starts."""
 
+from dataclasses import replace
+
 import pytest
 from toys import make_config
 
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.traced import read_trace
+from dtlayout.planner.space import Space
 from dtlayout.spec.adapter import Adapter
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernel_records import KernelRequest
 from dtlayout.spec.kernels import OpenKernels
@@ -53,8 +59,6 @@ def test_a_layout_is_trained_or_refused_with_the_reason(models, family, layout, 
 
 
 def test_an_adapter_is_refused_and_another_program_is_not_asked(models):
-    from dataclasses import replace
-
     adapted = replace(models["gpt_neox"], adapter=Adapter(rank=4))
     assert any("adapter is for models that are described" in each for each in find_lacks(adapted, Layout()))
     assert find_lacks(models["olmo2"], Layout(tp=2), "megatron") == []
@@ -64,3 +68,19 @@ def test_kernels_that_a_traced_block_does_not_call_are_not_chosen(models):
     request = KernelRequest.of(Device(type="cpu"), models["gpt_neox"], "float32", Layout(), document_mask=False)
     chosen = OpenKernels().resolve(request)
     assert not chosen.reasons.keys() & {"norm", "rope", "swiglu"} and "attention" in chosen.reasons
+
+
+@pytest.mark.parametrize(("engine", "degrees"), [(OWN_ENGINE, {1}), ("megatron", {1, 2, 4})])
+def test_a_search_looks_at_no_layout_that_the_trainer_refuses(models, engine, degrees):
+    cluster = Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=4, gpus_per_node=4)
+    scenario = Scenario(
+        model=models["olmo2"], batch=Batch(global_batch=8, seq_len=64), cluster=cluster,
+        engine=find_engine(engine, cluster.gpu.name),
+    )  # fmt: skip
+    assert {each.tp for each in Space(scenario).degrees} == degrees
+    if engine != OWN_ENGINE:
+        return
+    split = Space(replace(scenario, model=models["gpt_neox"]))
+    assert {each.tp for each in split.degrees} == {1, 2, 4} and {each.cp for each in split.degrees} == {1}
+    scenario = replace(scenario, model=models["biogpt"])
+    assert Space(scenario).sequence_parallel(2) == [False] and Space(scenario).tp_overlap(2) == [False]
