@@ -16,7 +16,7 @@ from dtlayout.config.config import Config
 from dtlayout.dryrun.blocks import ActionMemory
 from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.sampled_schedule import peak_of_step, sample_schedule
-from dtlayout.models.families import FAMILIES, Family, find_family, register_family
+from dtlayout.models.families import FAMILIES, Family, register_family
 from dtlayout.schedules.schedules import SCHEDULES, PipelineSchedule, find_schedule, register_schedule
 from dtlayout.spec.kernel_records import Kernel
 from dtlayout.spec.kernel_table import kernels_replaced
@@ -104,7 +104,8 @@ def _run_all(
         forkserver.ensure_running()
     shares = processes.RawArray("d", len(tasks))
     schedules = {s.layout.schedule: find_schedule(s.layout.schedule) for s, _ in tasks}
-    families = {s.config.model.family: find_family(s.config.model.family) for s, _ in tasks}
+    names = {s.config.model.family for s, _ in tasks} & FAMILIES.keys()  # not that of traced models, which all know
+    families = {name: FAMILIES[name] for name in names}
     with ProcessPoolExecutor(
         min(len(tasks), os.cpu_count() or 1), processes, _begin, (shares, schedules, families), **_ONE_TASK_EACH
     ) as pool:

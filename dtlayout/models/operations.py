@@ -105,11 +105,20 @@ class Norm(BaseOperation):
     """Initial values of the weight; zeros where the module adds 1 to it."""
     closes_branch: bool = False
     """Whether it normalises a branch's result before that is added to the residual stream."""
+    keeps: tuple[Literal["input", "cast", "exact", "compute"], ...] = ()
+    """Tensors that a model's own code keeps: the input, a copy of it in the exact format, others in the exact or the
+    compute format. Empty where `kernels.norm` computes it."""
+    beside: str = ""
+    """A norm before it that reads the same tensor of the stream, which is kept once."""
 
     @property
     def name(self) -> str:
         """Name of its result on a tape."""
         return self.module
+
+    def keeps_input(self, *, casts: bool) -> bool:
+        """Whether a model's own code keeps the tensor that it reads, where the exact format is another one or not."""
+        return self.keeps[:1] == ("input",) or (self.keeps[:1] == ("cast",) and not casts)
 
     @property
     def is_of_heads(self) -> bool:
@@ -133,8 +142,12 @@ class Norm(BaseOperation):
         # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
         is_made = self.is_of_heads or self.closes_branch
         kept = read if is_made else read._replace(name=f"{self.module}{INPUT}")
+        if self.beside and not is_made:
+            kept = kept._replace(name=f"{self.beside}{INPUT}")
         rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
         weights = name_trained(self.weights)
+        if self.keeps and not options.compiles:
+            return self._record_own(options, read, made, kept, rows)
         if not options.separate_norms:
             return (TapeEntry("norm", (read,), (made,), (kept, rows), weights, ends_first=True, is_local=True),)
         product = exact if options.keeps_exact_product else read
@@ -162,6 +175,32 @@ class Norm(BaseOperation):
                 continues=True,
             ),
         )
+
+    def _record_own(
+        self, options: TapeOptions, read: BlockTensor, made: BlockTensor, kept: BlockTensor, rows: BlockTensor
+    ) -> tuple[TapeEntry, ...]:
+        """Entries of a model's own code: one kernel, which may work on an exact copy, or separate operations."""
+        exact = read._replace(name=f"{self.module}.exact", format="exact")
+        named = {"input": kept, "cast": exact if options.casts_norms else kept}
+        saved = tuple(
+            named.get(word)
+            or (exact if word == "exact" else read)._replace(name=f"{self.module}.kept{number}")
+            for number, word in enumerate(self.keeps)
+        )  # fmt: skip
+        weights = name_trained(self.weights)
+        if len(saved) == 1:
+            scratch = (exact, exact) if self.keeps == ("cast",) and options.casts_norms else None
+            return (
+                TapeEntry("norm", (read,), (made,), (*saved, rows), weights, scratch, ends_first=True, is_local=True),
+            )
+        first, *others = saved
+        # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
+        norm = TapeEntry("norm", (read,), (exact,), (first,), weights, scratch=(exact,) * 4, ends_first=True)
+        scratch = (exact,) * (2 + options.casts_norms)
+        scale = TapeEntry(
+            "scale", (exact,), (made,), (*others, rows), (), scratch, is_local=True, continues=True
+        )  # fmt: skip
+        return (norm, scale)
 
 
 @dataclass(frozen=True)
@@ -288,6 +327,9 @@ class SelfAttention(BaseOperation):
     """Whether each query head has a number that takes part in its softmax beside the scores."""
     trains: bool = True
     """Whether these numbers are trained."""
+    held: int = 0
+    """Elements of a token that a model's own code keeps beside these: what lies in one matrix with values, or a copy of
+    the result in another order."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
@@ -307,7 +349,8 @@ class SelfAttention(BaseOperation):
         read = (queries, keys, values)
         made = (self.values,) * bool(self.values)
         weights = name_trained(self.weights)
-        saves = (*read, attended)
+        beside = BlockTensor("attention.beside", self.held, "branch")
+        saves = (*read, attended, *[beside] * bool(self.held))
         return (TapeEntry("attention", read, (attended,), saves, weights, kept_as=self.kept_as, saves_made=made),)
 
     @property
@@ -359,6 +402,11 @@ class Activation(BaseOperation):
     opened: tuple[str, ...] = ()
     """Modules whose results it reads, where they are not MODULE.gate_proj and MODULE.up_proj; one that makes both
     stands alone."""
+    own: int = -1
+    """Tensors as wide as its result that a model's own code keeps beside those that it reads; -1 where `kernels.swiglu`
+    computes it."""
+    keeps_opened: bool = True
+    """Whether what it reads is kept; an activation such as relu keeps its result alone."""
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """The activation, or silu and the product each by itself."""
@@ -366,7 +414,13 @@ class Activation(BaseOperation):
         names = self.opened or tuple(f"{self.module}.{name}" for name in usual)
         width = self.width * (1 + self.gated) // len(names)
         opened = tuple(BlockTensor(name, width, "branch") for name in names)
-        return record_activation(opened, BlockTensor(f"{self.module}.active", self.width, "branch"), options)
+        active = BlockTensor(f"{self.module}.active", self.width, "branch")
+        if self.own < 0 or options.compiles:
+            return record_activation(opened, active, options)
+        if len(opened) == 2 and self.own == 1 and self.keeps_opened:
+            return record_activation(opened, active, options._replace(num_gated_kept=3))
+        own = tuple(active._replace(name=f"{active.name}.own{number}") for number in range(self.own))
+        return (TapeEntry("activation", opened, (active,), (*opened * self.keeps_opened, *own)),)
 
 
 def record_activation(

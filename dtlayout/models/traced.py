@@ -35,7 +35,7 @@ FAMILY = "transformers"
 """Family of the models that were traced."""
 MARK = "dtlayout_trace"
 """Key by which a trace's file is known; its value is the version of the format."""
-VERSION = 1
+VERSION = 2
 _OPERATIONS = {
     kind.__name__: kind
     for kind in (Norm, Branch, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Elementwise, Residual)

@@ -27,6 +27,7 @@ from dtlayout.models.operations import (
 )
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import HIDDEN
+from dtlayout.tracing.kept import count_kept, name_kept
 from dtlayout.tracing.record import EXPERTS, SEQ_LEN, BlockRecord, Call
 
 _VIEWS = {
@@ -81,6 +82,10 @@ class _Reader:
         self.values: dict[int, Value] = {record.enters: Value((HIDDEN,))}
         self.operations: list[Operation] = []
         self.linears: dict[str, Linear] = {}
+        self.results: dict[str, int] = {}
+        """Matmul → the tensor that it made."""
+        self.reads_stream = ""
+        """The norm that was the first to read the residual stream as it is now."""
         self.consumers: dict[str, set[str]] = {}
         """Result → words for those that read it: attention, activation, stream, linear."""
         self.problems: list[str] = []
@@ -197,17 +202,21 @@ class _Reader:
         if any(self.block.get_parameter(each).dim() != 1 for each in parameters):
             raise InvalidConfig(f"{parameters[0]} is a norm's, and no vector")
         module = module if parameters or calls[0].module in self.norms else f"{module}.norm_{len(self.operations)}"
-        adds_one = any(
-            call.function in _SUMS and len(call.reads) == 1 and call.reads[0] in self.parameters for call in calls
-        )
+        vectors = {*self.parameters}
+        for call in calls:
+            vectors.update(call.makes if call.function in _VIEWS and vectors.issuperset(call.reads) else ())
+        adds_one = any(call.function in _SUMS and len(call.reads) == 1 and call.reads[0] in vectors for call in calls)
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
         is_of_heads = value.rotated[0] > 0  # after the rotary embedding, which is a step of its own
         reads = value.sources[0] if is_of_heads else self._name_read(value, width, module, is_norm=True)
         norm = Norm(
             module, width, heads if heads > 1 else 0, reads,
             parameters=own,  # type: ignore[arg-type]
-            initial="zeros" if adds_one else "ones",
+            initial="zeros" if adds_one else "ones", keeps=name_kept(calls, self.record, entered, width, SEQ_LEN),  # type: ignore[arg-type]
         )  # fmt: skip
+        if norm.reads == HIDDEN:
+            norm = replace(norm, beside=self.reads_stream)
+            self.reads_stream = self.reads_stream or module
         self.operations.append(norm)
         if norm.reads == ATTENDED or norm.reads.endswith(".active"):
             self.problems.append(f"{module} normalises all that a branch has between its matmuls")
@@ -225,16 +234,18 @@ class _Reader:
         module, inputs = name.removesuffix(".weight"), self.record.shapes[entered][-1]
         outputs = self.record.shapes[call.makes[0]][-1]
         has_bias = any(each in self.parameters for each in bias)
-        reads = self._name_read(self.values[entered], inputs, module)
+        reads = self._name_read(self.values[entered], inputs, module, entered)
         linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias, is_transposed=is_transposed)
-        self.linears[module] = linear
+        self.linears[module], self.results[module] = linear, call.makes[0]
         self.operations.append(linear)
         self.consumers.setdefault(reads, set()).add("linear")
         self.used.update(self.parameters[each] for each in (weight, *bias) if each in self.parameters)
         self.values[call.makes[0]] = Value((module,))
 
-    def _name_read(self, value: Value, width: int, reader: str, *, is_norm: bool = False) -> str:
-        """The tensor of a tape that an operation reads; the passes that make it become operations."""
+    def _name_read(
+        self, value: Value, width: int, reader: str, entered: int | None = None, *, is_norm: bool = False
+    ) -> str:
+        """The tensor of a tape that an operation reads; the passes that make it, as `entered`, become operations."""
         opened = [name for name in value.sources if name in self.linears]
         if not value.passes and value.sources == (HIDDEN,) and not is_norm:
             branch = Branch(reader.rpartition(".")[0], self.hidden_size)
@@ -243,14 +254,14 @@ class _Reader:
         if not value.passes and len(value.sources) == 1:
             return value.sources[0]
         if opened and len(opened) == len(value.sources):
-            return self._activate(opened, width)
+            return self._activate(opened, width, entered)
         made = f"{reader}.read"
         self.operations.append(Elementwise(value.sources[0], made, width, saves=len(value.sources) > 1))
         for name in value.sources:
             self.consumers.setdefault(name, set()).add("pass")
         return made
 
-    def _activate(self, opened: Sequence[str], width: int) -> str:
+    def _activate(self, opened: Sequence[str], width: int, entered: int | None) -> str:
         module = opened[0].rpartition(".")[0]
         total = sum(self.linears[name].outputs for name in opened)
         usual = [[f"{module}.gate_proj", f"{module}.up_proj"], [f"{module}.up_proj"]]
@@ -260,7 +271,12 @@ class _Reader:
         if is_gated and len(opened) == 1:
             self.problems.append(f"{opened[0]} holds gate and up in one matrix")
         names = () if [*opened] in usual and len(opened) == 1 + is_gated else tuple(opened)
-        self.operations.append(Activation(module, width, is_gated, names))
+        own, keeps_opened = 0, True
+        if entered is not None:
+            own, keeps_opened = count_kept(
+                self.record.calls, self.record, {self.results[name] for name in opened}, entered
+            )
+        self.operations.append(Activation(module, width, is_gated, names, own, keeps_opened))
         for name in opened:
             self.consumers.setdefault(name, set()).add("activation")
         return f"{module}.active"
@@ -322,11 +338,19 @@ class _Reader:
         window, sinks = asked.get("window") or 0, "self_attn.sinks"
         has_sinks = bool(asked.get("sinks")) and dict(self.block.named_parameters()).keys() >= {sinks}
         self.used.update([sinks] * has_sinks)
-        plain = not values.passes and len(values.sources) == 1 and roots[2] not in roots[:2]
+        plain = not values.passes and len(values.sources) == 1 and roots[2] in self.linears
+        widths = (num_heads * head_width, kv_width, num_kv_heads * made)
+        shown = [
+            width for each, root, width in zip((queries, keys, values), roots, widths, strict=True)
+            if not each.passes and root == roots[2]
+        ]  # fmt: skip
+        held = max(0, self.linears[roots[2]].outputs - sum(shown)) if plain else 0
+        held += num_heads * made * bool(asked.get("copies"))
+        share = 1.0 if window else SelfAttention.windowed_share  # of the blocks of this kind
         self.operations.append(
             SelfAttention(
                 num_heads, min(num_kv_heads, num_heads), head_width, made, window,
-                values=roots[2] if plain else "", windowed_share=float(window > 0), sinks=has_sinks,
+                values=roots[2] if plain else "", sinks=has_sinks, held=held, windowed_share=share,
             )
         )  # fmt: skip
         for each in call.makes:
@@ -419,7 +443,7 @@ class _Reader:
         for name in names:
             self.consumers.setdefault(name, set()).add("stream")
         self.operations.append(Residual(width, tuple(scaled)))
-        self.values[call.makes[0]] = Value((HIDDEN,))
+        self.values[call.makes[0]], self.reads_stream = Value((HIDDEN,)), ""
 
     # What is left
 

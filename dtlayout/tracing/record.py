@@ -5,6 +5,7 @@ A model is built on the meta device and runs on fake tensors: shapes alone are c
 operators.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,16 @@ class BlockRecord:
     """Tensor → name in the block, for each parameter that it read."""
     attention: Mapping[int, Mapping[str, Any]]
     """Result of attention → what the model asked for: window, softcap, sinks."""
+    exact: frozenset[int] = frozenset()
+    """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""
+
+    def count(self, tensor: int) -> int:
+        """Elements of a tensor."""
+        return math.prod(self.shapes[tensor])
+
+    def is_exact(self, tensor: int) -> bool:
+        """Whether a tensor is of fp32 or finer."""
+        return tensor in self.exact
 
 
 class Recorder(TorchFunctionMode):
@@ -97,7 +108,15 @@ class Recorder(TorchFunctionMode):
         shapes = {each: tuple(self._kept[each].shape) for each in seen}
         parameters = {each: self._parameters[each] for each in seen if each in self._parameters}
         self.blocks.append(
-            BlockRecord(tuple(self._calls), id(entered), id(left), shapes, parameters, dict(self._attention))
+            BlockRecord(
+                tuple(self._calls),
+                id(entered),
+                id(left),
+                shapes,
+                parameters,
+                dict(self._attention),
+                frozenset(each for each in seen if self._kept[each].dtype in (torch.float32, torch.float64)),
+            )
         )
         self._calls = None
 

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,21 +35,31 @@ ATTENTION = "dtlayout-trace"
 def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
     """The trace of the model that a config.json describes; InvalidConfig with the reason where there can be none."""
     with _quiet():
-        model, library = build(config)
-        recorder = Recorder()
         try:
-            blocks_name, blocks = find_blocks(model)
-            ends = _watch_ends(model, recorder, blocks_name)
-            with _recording_attention(recorder):
-                records = record(model, blocks, recorder)
-            return _describe(model, blocks_name, blocks, records, ends, config, name, library)
-        except InvalidConfig as error:
-            raise InvalidConfig([f"{_type_of(config)} cannot be traced: {each}" for each in error.problems]) from None
+            return _trace(config, name, torch.bfloat16)
+        except RuntimeError:  # code that computes in fp32 alone
+            return _trace(config, name, torch.float32)
 
 
-def build(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
+def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
+    model, library = build(config, dtype)
+    recorder = Recorder()
+    try:
+        blocks_name, blocks = find_blocks(model)
+        ends = _watch_ends(model, recorder, blocks_name)
+        with _recording_attention(recorder):
+            records = record(model, blocks, recorder)
+        return _describe(model, blocks_name, blocks, records, ends, config, name, library)
+    except InvalidConfig as error:
+        raise InvalidConfig([f"{_type_of(config)} cannot be traced: {each}" for each in error.problems]) from None
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> tuple[nn.Module, str]:
     """The model of a config.json on the meta device, and the version of transformers; of one with images or sound the
-    part that reads text. InvalidConfig if transformers is not there, does not know the model, or knows no decoder."""
+    part that reads text. InvalidConfig if transformers is not there, does not know the model, or knows no decoder.
+
+    In bf16 a recording shows which tensors a model's code computes in fp32.
+    """
     parsed = parse_config(config)
     import transformers
     from transformers import AutoModelForCausalLM
@@ -58,7 +69,7 @@ def build(config: Mapping[str, Any]) -> tuple[nn.Module, str]:
         options = {} if attention is None else {"attn_implementation": attention}
         try:
             with torch.device("meta"), _registered_attention():
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), **options)
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), dtype=dtype, **options)
             if attention is None or model._supports_attention_backend:
                 return model.eval(), transformers.__version__
         except Exception as error:  # whatever a model's own code raises
@@ -117,7 +128,10 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     """Attention as transformers calls it: it notes what is asked for."""
     result = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     sinks, window = asked.get("s_aux") is not None, asked.get("sliding_window")
-    _RECORDERS[-1].note_attention(result, {"window": window, "softcap": asked.get("softcap"), "sinks": sinks})
+    # A kernel's result lies as its queries do, and the transpose below copies it from another order.
+    copies = query.shape == result.shape and not torch.empty_like(query).transpose(1, 2).is_contiguous()
+    noted = {"window": window, "softcap": asked.get("softcap"), "sinks": sinks, "copies": copies}
+    _RECORDERS[-1].note_attention(result, noted)
     return result.transpose(1, 2).contiguous(), None
 
 
@@ -188,8 +202,14 @@ def _describe(
         of_sequence += found.sequence_problems
     sides = _EndReader(model, blocks_name, ends, len(blocks))
     hidden_size = records[0].shapes[records[0].enters][-1]
+    final_norm = _complete_norm(
+        sides.final_norm(hidden_size),
+        model.get_submodule(sides.names.get(FINAL_NORM, "")),
+        blocks[0],
+        next(iter(kinds)),
+    )
     described = [
-        Description(sides.embedding, operations, sides.final_norm(hidden_size), sides.head, sides.before, sides.after)
+        Description(sides.embedding, operations, final_norm, sides.head, sides.before, sides.after)
         for operations in kinds
     ]
     shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied)
@@ -201,6 +221,15 @@ def _describe(
     elif problem := _find_untrained(config, sides.names, whole):
         whole["training"] = problem
     return Trace(shape=shape, kinds=tuple(described), config=config, library=library, whole=whole, names=own)
+
+
+def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: Sequence[Operation]) -> Norm:
+    """The final norm, computed as a norm of the stream in a block is: one of the class of `module`, if there is one."""
+    in_block = [each for each in operations if isinstance(each, Norm) and not each.is_of_heads]
+    alike = [each for each in in_block if type(block.get_submodule(each.module)) is type(module)]
+    for each in alike or in_block[: not norm.parameters]:
+        return replace(norm, keeps=each.keeps, initial=each.initial)
+    return norm
 
 
 def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str], whole: dict[str, str]) -> str:

@@ -28,7 +28,7 @@ from dtlayout.costmodel.scenario import (
     weigh_base,
 )
 from dtlayout.models.families import block_tape, describe
-from dtlayout.models.operations import ATTENDED
+from dtlayout.models.operations import ATTENDED, Norm
 from dtlayout.models.tape import HIDDEN, TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
@@ -83,7 +83,9 @@ class Sizes:
         self.norm_output = self.whole / self.input_ranks
         """The output of a norm as the matmuls that read it keep it: whole, or what they gather again in backward."""
         casts, is_kernel = e < 4, kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
-        self.keeps_stream = is_kernel or not casts
+        first = self.description.block[0]
+        has_own = isinstance(first, Norm) and bool(first.keeps) and not kernels.compiles_blocks
+        self.keeps_stream = first.keeps_input(casts=casts) if has_own else is_kernel or not casts  # type: ignore[union-attr]
         """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
         self._options = TapeOptions(
             is_split=self.is_split,
@@ -163,7 +165,7 @@ class Sizes:
         saved *= seq_len if kernel.holds_scores else model.head_width
         self.copies_attention = kernel.copies_exactly and layout.cp == 1
         """Whether attention keeps copies of queries, keys and values."""
-        self.attention = inputs + self.attention_results + saved
+        self.attention = inputs + self.split(attention.held) + self.attention_results + saved
         """Kept by attention, its output included."""
         self.forward_work = 0.0
         """Work space of attention's forward at its fullest, beside what it keeps."""
