@@ -28,7 +28,7 @@ from dtlayout.checkpoint.parts import Part, load_parts
 from dtlayout.checkpoint.sharded import read_model, save_weights
 from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_config
-from dtlayout.models.files import find_model, to_hf
+from dtlayout.models.files import find_trained_model, to_hf
 from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights
 from dtlayout.models.stored_names import StoredWeight
 from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_stored, make_index, plan_files
@@ -181,7 +181,7 @@ def import_weights(source: Path, folder: Path) -> int:
     lies beside them is kept for an export. The folder is there when it is whole. InvalidConfig for a model or weights
     that are not known, or are NaN or infinite, CheckpointError if something cannot be read or written.
     """
-    model, stored = find_model(str(source / "config.json")), find_weights(source)
+    model, stored = find_trained_model(str(source / "config.json")), find_weights(source)
     if problems := find_weight_problems(stored, model):
         raise InvalidConfig([f"{source}: {problem}" for problem in problems])
     weights = {weight.name: weight for weight in list_stored(model)}

@@ -9,7 +9,7 @@ from dtlayout.base.formatting import plural
 from dtlayout.models.counting import count_active_parameters, count_parameters
 from dtlayout.models.description import Description
 from dtlayout.models.files import read_config, trace_model
-from dtlayout.models.operations import Activation, Linear, Norm, Pass, Residual, Rotary, SelfAttention
+from dtlayout.models.operations import Activation, Elementwise, Linear, Norm, Residual, Rotary, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import MARK, Trace, read_trace
 
@@ -80,6 +80,6 @@ def _describe(operation: object) -> tuple[str, str]:
             return module, f"{per_token} of {number} experts, {size} wide"
         case Residual(branches=branches):
             return "residual", f"adds {' and '.join(branches)}"
-        case Pass(reads=reads, width=size):
+        case Elementwise(reads=reads, width=size):
             return "pass", f"over {size} elements of {reads}"
     raise AssertionError(f"{operation} is no operation")

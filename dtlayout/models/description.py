@@ -18,9 +18,9 @@ from dtlayout.models.operations import (
     ATTENDED,
     Activation,
     Branch,
+    Elementwise,
     Linear,
     Norm,
-    Pass,
     Residual,
     Rotary,
     SelfAttention,
@@ -39,7 +39,7 @@ _NORM_PARAMETERS: Mapping[str, tuple[Literal["weight", "bias"], ...]] = {
     "factor": ("weight",), "factor-and-bias": ("weight", "bias"), "none": (),
 }  # fmt: skip
 """`BlockVariant.norm_weights` → names of a norm's parameters."""
-Operation = Norm | Branch | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Pass | Residual
+Operation = Norm | Branch | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Elementwise | Residual
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,19 @@ def find_model(text: str) -> ModelShape:
         return name_model(parse_hf(config), config, path)
 
 
+def find_trained_model(text: str) -> ModelShape:
+    """The model that `text` names, traced where its family is planned and not trained, if that can be done here.
+
+    InvalidConfig as from `find_model`.
+    """
+    found = find_model(text)
+    if text not in PRESETS and find_family(found.family).untrained:
+        with suppress(InvalidConfig):  # a check of the config says why the family itself is not trained
+            path, config = read_config(text)
+            return trace_model(config, path)
+    return found
+
+
 def read_config(text: str) -> tuple[Path, dict[str, Any]]:
     """Path and content of the config.json that `text` names, or whose folder it names; InvalidConfig if none."""
     path = _find_path(text)
@@ -184,7 +197,7 @@ def complete(table: dict[str, Any], suffixes: Sequence[str] = (".json", ".toml")
     is_folder = bool(name) and os.path.isfile(path / "config.json")
     if not is_folder and not (path.suffix in suffixes and os.path.isfile(path)):
         return table
-    found = find_model(str(path.absolute()))  # an absolute path is never a preset's name
+    found = find_trained_model(str(path.absolute()))  # an absolute path is never a preset's name
     return {**_fill_in(table, asdict(found)), "name": found.name}
 
 

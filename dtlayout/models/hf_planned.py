@@ -53,8 +53,7 @@ def read_planned(config: Mapping[str, Any], family: Family) -> tuple[dict[str, A
     for act in ("hidden_act", "hidden_activation"):
         if given.get(act) is not None and given[act] not in _ACTIVATIONS:
             problems.append(f"{act}={given[act]!r} is not known; use one of {', '.join(_ACTIVATIONS)}")
-    keys: dict[str, str | Derived] = {**SIZE_KEYS, **family.keys}
-    for field, key in keys.items():
+    for field, key in {**SIZE_KEYS, **family.keys}.items():
         section, _, name = field.rpartition(".")
         try:
             value = _read(given, key)

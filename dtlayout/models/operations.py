@@ -100,7 +100,7 @@ class Norm(BaseOperation):
     trains: bool = True
     """Whether its weight is trained."""
     parameters: tuple[Literal["weight", "bias"], ...] = ("weight",)
-    """Its parameters: a factor and a term of each element that is normalised."""
+    """Names of its parameters: a factor and a term of each element that is normalised."""
     initial: Literal["ones", "zeros"] = "ones"
     """Initial values of the weight; zeros where the module adds 1 to it."""
     closes_branch: bool = False
@@ -190,6 +190,8 @@ class Linear(BaseOperation):
     """Whether its result is a variable of a module's forward, as in `TapeEntry`."""
     trains: bool = True
     """Whether its weights are trained."""
+    is_transposed: bool = False
+    """Whether its matrix has a row for each input, as in GPT-2, where others have one for each output."""
 
     @property
     def is_split(self) -> bool:
@@ -210,8 +212,9 @@ class Linear(BaseOperation):
     def own_weights(self) -> tuple[Weight, ...]:
         """The weights of the matmul itself, without those of an adapter beside it."""
         rows: Literal[0] | None = 0 if self.style == "colwise" else None
+        shape = (self.inputs, self.outputs) if self.is_transposed else (self.outputs, self.inputs)
         matrix = Weight(
-            f"{self.module}.weight", (self.outputs, self.inputs), "residual" if self.style == "rowwise" else "normal",
+            f"{self.module}.weight", shape, "residual" if self.style == "rowwise" else "normal",
             "matrix", 1 if self.style == "rowwise" else rows, trains=self.trains,
         )  # fmt: skip
         bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", "vector", rows, trains=self.trains)
@@ -403,7 +406,7 @@ class Branch(BaseOperation):
 
 
 @dataclass(frozen=True)
-class Pass(BaseOperation):
+class Elementwise(BaseOperation):
     """A pass over a tensor that multiplies it by a number, or computes each element from itself."""
 
     reads: str

@@ -20,9 +20,9 @@ from dtlayout.models.description import Description
 from dtlayout.models.operations import (
     Activation,
     Branch,
+    Elementwise,
     Linear,
     Norm,
-    Pass,
     Residual,
     Rotary,
     SelfAttention,
@@ -38,7 +38,7 @@ MARK = "dtlayout_trace"
 VERSION = 1
 _OPERATIONS = {
     kind.__name__: kind
-    for kind in (Norm, Branch, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Pass, Residual)
+    for kind in (Norm, Branch, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Elementwise, Residual)
 }
 
 
@@ -47,7 +47,7 @@ class Trace:
     """A model that was traced."""
 
     shape: ModelShape
-    """Its sizes, and the kind of each block."""
+    """Sizes of the model, and the kind of each block."""
     kinds: tuple[Description, ...]
     """A description for each kind of block; the ends are alike."""
     config: Mapping[str, Any]
@@ -101,7 +101,11 @@ def _read(table: Mapping[str, Any]) -> Description:
 
 def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """A dataclass of values from JSON, in which tuples are lists."""
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    return kind(**{key: _to_tuple(value) for key, value in values.items()})
+
+
+def _to_tuple(value: Any) -> Any:
+    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
 
 
 def is_trace(content: Mapping[str, Any]) -> bool:

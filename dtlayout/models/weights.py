@@ -17,7 +17,7 @@ from dtlayout.base.files import expand
 from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
-from dtlayout.models.files import find_model
+from dtlayout.models.files import find_trained_model
 from dtlayout.models.operations import Weight
 from dtlayout.models.peft import find_base_folder, find_peft_problems, is_peft, read_adapter
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
@@ -96,7 +96,7 @@ def find_adapted_model(folder: Path) -> ModelShape:
     InvalidConfig if one of the two folders has not the weights of that model.
     """
     base = find_base_folder(folder)
-    model = replace(find_model(str((base / CONFIG).absolute())), adapter=read_adapter(folder))
+    model = replace(find_trained_model(str((base / CONFIG).absolute())), adapter=read_adapter(folder))
     problems = [f"{folder}: {problem}" for problem in find_peft_problems(folder, model)]
     problems += [f"{base}: {problem}" for problem in find_weight_problems(find_weights(base), model.base)]
     if problems:
@@ -119,7 +119,7 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
             return [f"{where}: {problem}" for problem in of_adapter]
         folder = find_base_folder(folder)
         problems = find_weight_problems(find_weights(folder), model.base)
-        made_for = find_model(str(folder / CONFIG))
+        made_for = find_trained_model(str(folder / CONFIG))
         find_model_files(folder), find_tokenizer_files(folder)  # which an export takes along
     except InvalidConfig as error:
         return [f"{where}: {problem}" for problem in error.problems]
@@ -142,7 +142,7 @@ def _list_unseen(made_for: ModelShape, model: ModelShape) -> Iterator[tuple[str,
 
 def find_other_positions(text: str, model: ModelShape) -> list[str]:
     """Settings of a model's rotary embedding that differ from the folder `train.init_from`, one line each."""
-    made_for = find_model(str(find_base_folder(expand(text)) / CONFIG))
+    made_for = find_trained_model(str(find_base_folder(expand(text)) / CONFIG))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
 

@@ -206,7 +206,7 @@ def remark_on_precision(search: Search, ranked: Sequence[Estimate]) -> str:
             estimator = Estimator(replace(scenario, precision=precision))
             found = [estimator.estimate(each.layout, each.kernels) for each in ranked]
             faster += [(e.step_time_s, name, e) for e in found if search.has_room(e)]
-    if not faster or (factor := ranked[0].step_time_s / min(each[0] for each in faster)) < LEAST_FACTOR:
+    if not faster or (factor := ranked[0].step_time_s / min(faster)[0]) < LEAST_FACTOR:
         return ""
     time_s, name, estimate = min(faster, key=lambda each: each[0])
     return (

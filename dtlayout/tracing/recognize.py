@@ -18,9 +18,9 @@ from dtlayout.models.operations import (
     ATTENDED,
     Activation,
     Branch,
+    Elementwise,
     Linear,
     Norm,
-    Pass,
     Residual,
     Rotary,
     SelfAttention,
@@ -44,7 +44,7 @@ _MATMULS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "rmatmul"}
 
 
 class Value(NamedTuple):
-    """Where a tensor comes from."""
+    """Origin of a tensor."""
 
     sources: tuple[str, ...]
     """Names of the results that it is computed from."""
@@ -113,7 +113,8 @@ class _Reader:
                 self._read_call(call)
             place = end
         left = self.values.get(self.record.leaves)
-        if left is None or HIDDEN not in left.sources:
+        norms = {each.module for each in self.operations if isinstance(each, Norm) and each.reads == HIDDEN}
+        if left is None or not ({HIDDEN} | norms).intersection(left.sources):
             raise InvalidConfig("its blocks do not add to the hidden states that they read")
         self._add_rest()
         return tuple(self._place(each) for each in self.operations)
@@ -124,7 +125,7 @@ class _Reader:
         if call.function == "linear":
             self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
         elif call.function == "addmm":
-            self._read_linear(call, call.reads[1], call.reads[2], call.reads[:1])
+            self._read_linear(call, call.reads[1], call.reads[2], call.reads[:1], is_transposed=True)
             self.problems.append(f"{call.module} is no nn.Linear: its matrix lies the other way round")
         elif call.function in _NORMS & {"layer_norm", "rms_norm"}:
             self._read_norm([call])
@@ -153,8 +154,8 @@ class _Reader:
         if call.function in _MATMULS and len(known) == 2:
             self._multiply(call, *known)
             return
-        if call.function in _SUMS and len(known) == 2 and sum(each.sources == (HIDDEN,) for each in known) == 1:
-            self._add(call, known)
+        if call.function in _SUMS and len(known) == 2 and (streams := self._find_streams(known)):
+            self._add(call, known[known.index(streams[0]) - 1], streams[0])
             return
         sources = tuple(dict.fromkeys(name for each in known for name in each.sources))
         passes = max(each.passes for each in known) + (call.function not in _VIEWS)
@@ -200,8 +201,10 @@ class _Reader:
             call.function in _SUMS and len(call.reads) == 1 and call.reads[0] in self.parameters for call in calls
         )
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
+        is_of_heads = value.rotated[0] > 0  # after the rotary embedding, which is a step of its own
+        reads = value.sources[0] if is_of_heads else self._name_read(value, width, module, is_norm=True)
         norm = Norm(
-            module, width, heads if heads > 1 else 0, self._name_read(value, width, module, is_norm=True),
+            module, width, heads if heads > 1 else 0, reads,
             parameters=own,  # type: ignore[arg-type]
             initial="zeros" if adds_one else "ones",
         )  # fmt: skip
@@ -209,9 +212,11 @@ class _Reader:
         if norm.reads == ATTENDED or norm.reads.endswith(".active"):
             self.problems.append(f"{module} normalises all that a branch has between its matmuls")
         self.used.update(parameters)
-        self.values[calls[-1].makes[0]] = Value((module,))
+        self.values[calls[-1].makes[0]] = Value((module,), rotated=value.rotated)
 
-    def _read_linear(self, call: Call, entered: int, weight: int, bias: Sequence[int]) -> None:
+    def _read_linear(
+        self, call: Call, entered: int, weight: int, bias: Sequence[int], *, is_transposed: bool = False
+    ) -> None:
         if entered not in self.values:
             raise InvalidConfig(f"{call.module} multiplies what does not come from hidden states")
         name = self.parameters.get(weight)
@@ -221,7 +226,7 @@ class _Reader:
         outputs = self.record.shapes[call.makes[0]][-1]
         has_bias = any(each in self.parameters for each in bias)
         reads = self._name_read(self.values[entered], inputs, module)
-        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias)
+        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias, is_transposed=is_transposed)
         self.linears[module] = linear
         self.operations.append(linear)
         self.consumers.setdefault(reads, set()).add("linear")
@@ -240,7 +245,7 @@ class _Reader:
         if opened and len(opened) == len(value.sources):
             return self._activate(opened, width)
         made = f"{reader}.read"
-        self.operations.append(Pass(value.sources[0], made, width, saves=len(value.sources) > 1))
+        self.operations.append(Elementwise(value.sources[0], made, width, saves=len(value.sources) > 1))
         for name in value.sources:
             self.consumers.setdefault(name, set()).add("pass")
         return made
@@ -385,10 +390,19 @@ class _Reader:
         self.linears[after.module] = after
         self.operations[self.operations.index(before)] = after
 
-    def _add(self, call: Call, known: Sequence[Value]) -> None:
+    def _find_streams(self, known: Sequence[Value]) -> list[Value]:
+        """The residual stream among two values that are added, alone in a list; none where it is not one of them.
+
+        Where blocks normalise after each sum, what a norm made of the stream is the stream.
+        """
+        is_hidden = [each.sources == (HIDDEN,) for each in known]
+        norms = {each.module for each in self.operations if isinstance(each, Norm) and each.reads == HIDDEN}
+        is_norm = [len(each.sources) == 1 and each.sources[0] in norms for each in known]
+        found = is_hidden if any(is_hidden) else is_norm
+        return [each for each, is_stream in zip(known, found, strict=True) if is_stream] if sum(found) == 1 else []
+
+    def _add(self, call: Call, branch: Value, stream: Value) -> None:
         """A branch, or the sum of several, is added to the stream."""
-        branch = next(each for each in known if each.sources != (HIDDEN,))
-        stream = next(each for each in known if each.sources == (HIDDEN,))
         names = list(branch.sources)
         if HIDDEN in names:
             names.remove(HIDDEN)
@@ -397,11 +411,11 @@ class _Reader:
         sums = len(names) - 1  # branches that were added to each other
         if branch.passes > sums:
             scaled = [f"{name}.scaled" for name in names]
-            self.operations += [Pass(name, made, width) for name, made in zip(names, scaled, strict=True)]
+            self.operations += [Elementwise(name, made, width) for name, made in zip(names, scaled, strict=True)]
         else:
             scaled = names
         if stream.passes:
-            self.operations.append(Pass(HIDDEN, HIDDEN, width))
+            self.operations.append(Elementwise(HIDDEN, HIDDEN, width))
         for name in names:
             self.consumers.setdefault(name, set()).add("stream")
         self.operations.append(Residual(width, tuple(scaled)))
@@ -419,7 +433,7 @@ class _Reader:
             raise InvalidConfig(f"{unread[0]} is a matrix that its block does not multiply by as a linear layer does")
         if rest:
             self.problems += [f"{name} belongs to no norm and no linear layer" for name, _ in rest]
-            self.operations.append(Pass(HIDDEN, HIDDEN, 0, parameters=tuple(rest)))
+            self.operations.append(Elementwise(HIDDEN, HIDDEN, 0, parameters=tuple(rest)))
 
     def _place(self, operation: Operation) -> Operation:
         """The operation with the style that its place in its branch asks for."""

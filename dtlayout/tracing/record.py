@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """What one block did."""
+    """Calls of one block, and the tensors between them."""
 
     calls: tuple[Call, ...]
     enters: int
@@ -150,7 +150,7 @@ def _list_numbers(value: Any) -> Iterator[int]:
 
 
 def record(model: nn.Module, blocks: Sequence[nn.Module], recorder: Recorder) -> list[BlockRecord]:
-    """What each block of a model on the meta device does with one sequence of `SEQ_LEN` tokens.
+    """A record of each block of a model on the meta device, which runs on one sequence of `SEQ_LEN` tokens.
 
     InvalidConfig if the model reads values of its tensors, which fake ones do not have.
     """

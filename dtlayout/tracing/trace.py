@@ -41,9 +41,9 @@ def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
             ends = _watch_ends(model, recorder, blocks_name)
             with _recording_attention(recorder):
                 records = record(model, blocks, recorder)
+            return _describe(model, blocks_name, blocks, records, ends, config, name, library)
         except InvalidConfig as error:
             raise InvalidConfig([f"{_type_of(config)} cannot be traced: {each}" for each in error.problems]) from None
-        return _describe(model, blocks_name, blocks, records, ends, config, name, library)
 
 
 def build(config: Mapping[str, Any]) -> tuple[nn.Module, str]:

@@ -24,6 +24,7 @@ from dtlayout.models.files import find_model
 from dtlayout.models.llama import Block, Llama
 from dtlayout.models.peft import find_base_folder, is_peft
 from dtlayout.models.stored import find_weights
+from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import find_adapted_model, find_weight_problems
 from dtlayout.ops.attention import Attend
 from dtlayout.plans.apply import split_tensors
@@ -95,6 +96,10 @@ def open_model(source: Path, max_len: int, number_format: str, device_type: str,
     does not divide it.
     """
     shape, is_hf = find_shape(source), is_hf_folder(source)
+    if shape.family == FAMILY:
+        raise InvalidConfig(
+            f"generate writes with blocks that are described; export {shape.name}, for transformers' own"
+        )
     if base is not None and (is_hf or shape.adapter is None):
         raise InvalidConfig(f"--base is for a run with an adapter, and {source} is none")
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -73,7 +73,7 @@ def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | st
 
 
 def _try(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, float | str]:
-    """What came of each axis; where one fails, each by itself."""
+    """Axis → difference or reason; where one axis fails, each is tried by itself."""
     if not axes:
         return {}
     try:
@@ -111,11 +111,18 @@ def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, flo
 def _work(rank: int, small: ModelShape, axes: Sequence[str], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(find_differences(small, axes)))
+    dist.destroy_process_group()
+
+
+def find_differences(small: ModelShape, axes: Sequence[str]) -> dict[str, float]:
+    """Axis → the largest relative difference of this rank's loss and gradients from those of one process.
+
+    All four ranks call it, with their process group open.
+    """
     with _InFloat64():
         expected = compute_reference(small, *make_rows(small))
-        differences = {axis: _compare(small, LAYOUTS[axis], expected) for axis in axes}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(differences))
-    dist.destroy_process_group()
+        return {axis: _compare(small, LAYOUTS[axis], expected) for axis in axes}
 
 
 class _InFloat64(TorchFunctionMode):

@@ -229,8 +229,8 @@ def list_path_keys() -> list[tuple[str, str]]:
 
 PATH_KEYS = [
     ("cluster", "file"), ("data", "chat_template"), ("data", "folder"), ("data", "source"), ("data", "tokenizer"),
-    ("data.mixture", "source"), ("layout", "offload_folder"), ("train", "init_from"), ("train", "run_folder"),
-    ("validation", "source"),
+    ("data.mixture", "source"), ("layout", "offload_folder"), ("model", "trace"), ("train", "init_from"),
+    ("train", "run_folder"), ("validation", "source"),
 ]  # fmt: skip
 
 

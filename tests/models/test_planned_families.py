@@ -457,10 +457,3 @@ def test_megatron_gets_no_arguments_for_blocks_that_they_cannot_say(tmp_path, ca
     file.write_text(json.dumps({"model_type": "glm", **MEDIUM}))
     assert main(asked) == 0
     assert "model.family=glm: its weights of gate and up are one matrix, and no argument" in capsys.readouterr().out
-
-
-def test_formats_that_are_as_fast_as_each_other_are_no_crash(tmp_path, capsys):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "glm", **SMALL, "head_dim": 8}))
-    assert main(["recommend", "--model", str(file), *ASKED, "--engine", "megatron"]) == 0
-    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Models that nobody described train under layouts as transformers' own model does on one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import launch, losses, read_summary
+from ranks import Ranks
+from tiny import write_tiny
+from toys import make_config
+from transformers import CONFIG_MAPPING
+
+from dtlayout.base.errors import InvalidLayout
+from dtlayout.cli import main
+from dtlayout.models.files import find_model, trace_model
+from dtlayout.models.proofs import TOLERANCE, find_unproven, read_proof, refuse_unproven, write_proof
+from dtlayout.models.traced import read_trace
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.tracing.shrink import shrink
+from dtlayout.training import prove
+from dtlayout.training.prove import LAYOUTS, find_differences
+
+FAMILIES = {
+    "gpt_neox": 4,  # queries, keys and values of a head side by side; attention and feed-forward in parallel
+    "gemma2": 4,  # kinds of blocks, norms after branches, softcaps, a scaled and tied embedding
+    "phi": 4,  # biases everywhere, and of the head
+    "youtu": 4,  # latent attention
+    "olmo2": 2,  # norms over all heads: tp is refused
+    "gpt2": 2,  # learned positions, matrices that lie the other way round
+}
+"""Family → number of axes on which it trains."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with_four = Ranks(4)
+    yield with_four
+    with_four.close()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def make_small(family: str, folder: Path) -> ModelShape:
+    kind = CONFIG_MAPPING[family]()
+    config = shrink({**kind.to_dict(), "model_type": family}, [0, 1] * (kind.num_hidden_layers // 2))
+    return trace_model(config, folder / "config.json", folder / f"{family}.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_path):
+    small = make_small(family, tmp_path)
+    whole = read_trace(small.trace).whole
+    axes = [axis for axis in LAYOUTS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
+    assert len(axes) == FAMILIES[family]
+    for found in ranks.run(find_differences, small, axes, timeout_s=120):
+        assert found.keys() == {*axes} and max(found.values()) < TOLERANCE
+
+
+def test_a_wrong_split_is_seen(ranks, tmp_path):
+    """A view with a fixed number of heads, which a trace refuses to split, computes something else."""
+    trace = read_trace(make_small("opt", tmp_path).trace)
+    assert "tp" in trace.whole
+    (tmp_path / "forced.json").write_text(trace.dumps())
+    forced = json.loads((tmp_path / "forced.json").read_text())
+    forced["whole"] = {}
+    (tmp_path / "forced.json").write_text(json.dumps(forced))
+    small = read_trace(str(tmp_path / "forced.json")).shape
+    assert max(found["tp"] for found in ranks.run(find_differences, small, ["tp"], timeout_s=120)) > 0.01
+
+
+def write_config(folder: Path, family: str = "gpt_neox") -> Path:
+    """A run of a traced model on a tiny corpus."""
+    files = write_tiny(folder)
+    model = folder / "theirs"
+    model.mkdir()
+    config = {**make_config(family, vocab_size=272).to_dict(), "model_type": family}
+    (model / "config.json").write_text(json.dumps(config))
+    text = files.config.read_text()
+    head, _, rest = text.partition("[model]\n")
+    _, _, after = rest.partition("\n[")
+    files.config.write_text(f'{head}[model]\nname = "{model}"\n\n[{after}')
+    return files.config
+
+
+def test_a_run_needs_a_proof_of_its_axes_and_train_force_goes_without(tmp_path, capsys, monkeypatch):
+    config = write_config(tmp_path)
+    arguments = ["check", str(config), "--world", "2", "--layout.tp=1", "--layout.dp_shard=2", "--layout.pp=1"]
+    assert main(arguments) == 2
+    assert "nothing proves yet that fsdp trains it exactly; dtlayout check CONFIG --prove" in capsys.readouterr().err
+    assert main([*arguments, "--train.force=true"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(prove, "prove", lambda model: {"fsdp": 1e-3, "tp": "a reason"})
+    assert main([*arguments, "--prove"]) == 2
+    monkeypatch.setattr(prove, "prove", lambda model: {"fsdp": 1e-15, "tp": "a reason"})
+    capsys.readouterr()
+    assert main([*arguments, "--prove"]) == 0
+    said = capsys.readouterr().out
+    assert "fsdp: differs from one process by 1.0e-15 at most" in said and "tp: a reason" in said
+    assert main(arguments) == 0
+    assert main(["check", str(config), "--world", "2", "--layout.tp=2", "--layout.pp=1"]) == 2
+
+
+def test_a_proof_belongs_to_one_config_and_a_described_model_needs_none(tmp_path):
+    first, second = (make_small(family, tmp_path) for family in ("gpt_neox", "phi"))
+    layout = Layout(pp=2, tp=2, dp_shard=2)
+    assert find_unproven(first, layout) == ["fsdp", "pp", "tp", "sequence_parallel"]
+    write_proof(first, {"fsdp": 1e-15, "pp": 1e-15})
+    write_proof(first, {"tp": 1e-9, "sequence_parallel": 1e-15})
+    assert read_proof(first)["fsdp"] == 1e-15
+    assert find_unproven(first, layout) == ["tp"] and len(find_unproven(second, layout)) == 4
+    with pytest.raises(InvalidLayout, match="nothing proves yet that tp trains it exactly"):
+        refuse_unproven(first, layout)
+    assert find_unproven(find_model("llama3.1-8b"), layout) == []
+
+
+def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_folder(tmp_path):
+    config, run = write_config(tmp_path), tmp_path / "run"
+    options = ["--train.force=true", "--train.steps=2", "--checkpoint.export=true", "--optimizer.warmup_steps=1"]
+    log = tmp_path / "log"
+    assert launch(2, config, "--layout.tp=2", "--layout.pp=1", *options, log=log) == 0, log.read_text()
+    assert read_summary(run)["outcome"] == "done"
+    from transformers import AutoModelForCausalLM
+
+    _, loading = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
+    assert not any(loading.values())
+    again = tmp_path / "again"
+    further = [f"--train.init_from={run / 'hf'}", f"--train.run_folder={again}", "--layout.pp=2", "--layout.tp=1"]
+    assert launch(2, config, *options, *further, log=log) == 0, log.read_text()
+    assert losses(again)[0] < losses(run)[0] + 0.5

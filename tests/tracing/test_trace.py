@@ -1,0 +1,155 @@
+"""What a model computes is read off its own code: parameters, kinds of blocks, and what tp cannot split."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from toys import TOYS, make_config
+from transformers import T5Config
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.counting import count_parameters
+from dtlayout.models.description import Description
+from dtlayout.models.operations import ATTENDED, Linear, SelfAttention
+from dtlayout.models.traced import Trace, find_stored_name, parse_trace, read_trace
+from dtlayout.models.weights import list_stored, list_weights
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.tracing.building import build_model
+from dtlayout.tracing.trace import trace_config
+
+NOT_TRACED = {
+    "diffllama": "a block attends 2 times",
+    "llama4_text": "attention of self_attn reads what does not come from hidden states",
+    "jetmoe": "its forward reads values of tensors",
+}
+WHOLE = {
+    "phi3": "mlp.gate_up_proj holds gate and up in one matrix",
+    "glm": "mlp.gate_up_proj holds gate and up in one matrix",
+    "olmo2": "self_attn.q_norm normalises all heads together",
+    "stablelm": "self_attn.q_proj makes a fixed number of heads",
+    "opt": "self_attn.q_proj makes a fixed number of heads",
+    "bloom": "self_attention.query_key_value makes a fixed number of heads",
+    "gpt2": "attn.c_attn is no nn.Linear",
+    "bitnet": "self_attn.attn_sub_norm normalises all that a branch has",
+    "doge": "belongs to no norm and no linear layer",
+}
+SPLIT = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "olmo", "granite", "smollm3",
+    "cohere", "gpt_neox", "starcoder2", "nemotron", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee", "cwm",
+    "hunyuan_v1_dense", "nanochat",
+)  # fmt: skip
+"""Families of which tp splits attention and feed-forward."""
+
+
+def make_trace(name: str, **more: Any) -> Trace:
+    kind, keys = TOYS.get(name, (name, {}))
+    config = make_config(kind, **keys | more)
+    return trace_config({**config.to_dict(), "model_type": kind}, name)
+
+
+@pytest.fixture
+def shape(tmp_path, request) -> ModelShape:
+    return keep(make_trace(request.param), tmp_path)
+
+
+def keep(trace: Trace, folder) -> ModelShape:
+    file = folder / "trace.json"
+    file.write_text(trace.dumps())
+    return read_trace(str(file)).shape
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in NOT_TRACED])
+def test_every_parameter_of_a_model_is_in_its_trace_once_and_under_its_own_name(name, tmp_path):
+    shape = keep(make_trace(name), tmp_path)
+    kind, keys = TOYS[name]
+    model = build_model(make_config(kind, **keys), torch.float32)
+    own = {each: tuple(parameter.shape) for each, parameter in model.named_parameters()}
+    assert count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    if shape.experts is None:  # whose stacks have other names
+        assert {find_stored_name(shape, each): size for each, size in list_weights(shape)} == own
+        assert [name for each in list_stored(shape) for name in each.tensors] == [
+            find_stored_name(shape, each) for each, _ in list_weights(shape)
+        ]
+
+
+@pytest.mark.parametrize(("name", "reason"), NOT_TRACED.items(), ids=list(NOT_TRACED))
+def test_blocks_that_no_description_holds_are_refused(name, reason):
+    with pytest.raises(InvalidConfig, match=f"cannot be traced: {reason}"):
+        make_trace(name)
+
+
+@pytest.mark.parametrize(("name", "reason"), WHOLE.items(), ids=list(WHOLE))
+def test_what_tp_cannot_split_is_said(name, reason):
+    assert reason in make_trace(name).whole["tp"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_attention_and_feed_forward_come_out_as_pairs(name):
+    trace = make_trace(name)
+    assert "tp" not in trace.whole
+    for described in trace.kinds:
+        linears = [each for each in described.block if isinstance(each, Linear)]
+        closing = [each for each in linears if each.style == "rowwise"]
+        assert len(closing) == 2 and {each.style for each in linears} == {"colwise", "rowwise"}
+        assert sorted(each.reads == ATTENDED for each in closing) == [False, True]
+
+
+def find_attention(described: Description) -> SelfAttention:
+    return described.attention
+
+
+def test_blocks_that_differ_are_kinds_and_windows_belong_to_theirs():
+    trace = make_trace("gemma3_text", num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+    assert trace.shape.block_kinds == (0, 0, 0, 1)
+    assert [find_attention(each).window for each in trace.kinds] == [5, 0]
+    assert [find_attention(each).windowed_share for each in trace.kinds] == [1.0, 0.0]
+
+
+def test_groups_of_heads_and_biases_are_read_off_the_code():
+    trace = make_trace("qwen2")
+    attention = find_attention(trace.kinds[0])
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_width) == (4, 2, 8)
+    biased = {each.module for each in trace.kinds[0].block if isinstance(each, Linear) and each.bias}
+    assert biased == {f"self_attn.{name}_proj" for name in "qkv"}
+
+
+def test_a_mixture_is_traced_for_predictions_alone():
+    trace = make_trace("qwen3_moe")
+    experts = trace.shape.experts
+    assert experts and (experts.number, experts.per_token, experts.ffn_size) == (4, 2, 16)
+    assert trace.whole["training"] == "a mixture of experts is traced for predictions alone"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T5Config().to_dict(), "t5 has an encoder beside its decoder"),
+        ({"model_type": "nothing"}, "knows no model_type='nothing'"),
+        ({}, "a model without model_type"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot"),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32}, "mamba cannot be traced"),
+        ({"model_type": "apertus", "num_hidden_layers": 1}, ""),
+    ],
+    ids=["encoder", "unknown", "no type", "no number", "state", "constants"],
+)
+def test_what_cannot_be_had_is_said(config, reason):
+    if not reason:
+        assert "keeps in its checkpoint what is not trained" in trace_config(config).whole["training"]
+        return
+    with pytest.raises(InvalidConfig, match=reason):
+        trace_config(config)
+
+
+def test_a_file_that_is_no_trace_of_this_version_is_refused(tmp_path):
+    text = make_trace("llama").dumps()
+    content = json.loads(text)
+    with pytest.raises(InvalidConfig, match="and not 1; trace the model again"):
+        parse_trace({**content, "dtlayout_trace": 99}, "x.json")
+    with pytest.raises(InvalidConfig, match="is damaged: 'kinds'; trace the model again"):
+        parse_trace({key: value for key, value in content.items() if key != "kinds"}, "x.json")
+    with pytest.raises(InvalidConfig, match="cannot be read: No such file"):
+        read_trace(str(tmp_path / "none.json"))
+    (tmp_path / "cut.json").write_text(text[:100])
+    with pytest.raises(InvalidConfig, match="is not JSON"):
+        read_trace(str(tmp_path / "cut.json"))
