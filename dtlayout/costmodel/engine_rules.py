@@ -338,7 +338,9 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
     family = FAMILIES.get(model.family)
     if "family" in engine.features.untrained and family and family.untrained:
         what = f"model.family={family.name} is planned, not trained: {family.untrained}"
-        return [Refusal("model.family", what, "use a model of another family, or --engine for another program")]
+        traced = "trace it: dtlayout trace FOLDER --output model.json, then use model.name=model.json; or "
+        others = "use a model of another family, or --engine for another program"
+        return [Refusal("model.family", what, others if model.experts else traced + others)]
     return [
         _only_predicted(f"model.{name}", "use a model without")
         if default is None

@@ -346,7 +346,8 @@ def test_a_planned_family_is_not_trained_and_says_so_in_one_line(name):
     own, precision = find_engine(OWN_ENGINE, "cpu"), Precision()
     (line,) = find_training_lacks(own, Layout(), shape, precision)
     reason = FAMILIES[name].untrained
-    assert line.startswith(f"model.family={name} is planned, not trained: {reason}; use a model of another family")
+    advice = "use a model of another family" if shape.experts else "trace it: dtlayout trace FOLDER"
+    assert line.startswith(f"model.family={name} is planned, not trained: {reason}; {advice}")
     assert "\n" not in line and reason.endswith(tuple("abcdefghijklmnopqrstuvwxyz1"))
     with pytest.raises(InvalidConfig, match=f"model.family={name} is planned, not trained"):
         to_hf(shape, "float32")
