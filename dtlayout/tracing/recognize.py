@@ -346,7 +346,7 @@ class _Reader:
         ]  # fmt: skip
         held = max(0, self.linears[roots[2]].outputs - sum(shown)) if plain else 0
         held += num_heads * made * bool(asked.get("copies"))
-        share = 1.0 if window else SelfAttention.windowed_share  # of the blocks of this kind
+        share = float(window > 0)  # of the blocks of this kind
         self.operations.append(
             SelfAttention(
                 num_heads, min(num_kv_heads, num_heads), head_width, made, window,

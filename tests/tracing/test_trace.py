@@ -12,7 +12,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.description import Description
 from dtlayout.models.operations import ATTENDED, Linear, SelfAttention
-from dtlayout.models.traced import Trace, find_stored_name, parse_trace, read_trace
+from dtlayout.models.traced import VERSION, Trace, find_stored_name, parse_trace, read_trace
 from dtlayout.models.weights import list_stored, list_weights
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.tracing.building import build_model
@@ -144,7 +144,7 @@ def test_what_cannot_be_had_is_said(config, reason):
 def test_a_file_that_is_no_trace_of_this_version_is_refused(tmp_path):
     text = make_trace("llama").dumps()
     content = json.loads(text)
-    with pytest.raises(InvalidConfig, match="and not 1; trace the model again"):
+    with pytest.raises(InvalidConfig, match=f"and not {VERSION}; trace the model again"):
         parse_trace({**content, "dtlayout_trace": 99}, "x.json")
     with pytest.raises(InvalidConfig, match="is damaged: 'kinds'; trace the model again"):
         parse_trace({key: value for key, value in content.items() if key != "kinds"}, "x.json")
