@@ -42,9 +42,12 @@ def find_model(text: str) -> ModelShape:
         config = parse_json(content)
         if is_trace(config):
             return parse_trace(config, str(path.absolute())).shape
-        if isinstance(kind := config.get("model_type"), str) and kind not in FAMILIES:
-            return trace_model(config, path)
-        return name_model(parse_hf(config), config, path)
+        try:
+            return name_model(parse_hf(config), config, path)
+        except InvalidConfig:
+            if isinstance(config, dict) and isinstance(kind := config.get("model_type"), str) and kind not in FAMILIES:
+                return trace_model(config, path)
+            raise
 
 
 def find_trained_model(text: str) -> ModelShape:

@@ -108,9 +108,9 @@ def _to_tuple(value: Any) -> Any:
     return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
 
 
-def is_trace(content: Mapping[str, Any]) -> bool:
+def is_trace(content: Any) -> bool:
     """True for what a trace's file holds."""
-    return MARK in content
+    return isinstance(content, dict) and MARK in content
 
 
 @lru_cache(maxsize=32)

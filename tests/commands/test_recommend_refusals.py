@@ -91,10 +91,7 @@ def test_what_cannot_be_answered_is_refused_in_a_line(capsys, arguments, problem
     [
         ("{", "is not JSON"),
         ("[]", "it is no table of sizes"),
-        (
-            json.dumps({**HF, "model_type": "mistral"}),
-            "model_type='mistral' is not known; use one of llama, qwen2, qwen3",
-        ),
+        (json.dumps({**HF, "model_type": "nothing"}), "knows no model_type='nothing'"),
         (json.dumps({**HF, "attention_bias": True}), "attention_bias=true is not known"),
         (json.dumps({**HF, "hidden_size": None}), "hidden_size is missing"),
         (json.dumps({**HF, "hidden_size": "4096"}), "model.hidden_size='4096' must be a whole number"),
