@@ -1,6 +1,6 @@
 """Two models that dtlayout does not describe: traced, proved, trained on pp2 · tp2, and opened by transformers again.
 
-GPT-NeoX is no known family, so its folder is traced when it is named. Gemma is a planned family, so its trace is named.
+GPT-NeoX is no known family, so its folder is traced when it is named. Gemma is a planned one: its trace is a file here.
 
 python examples/train_any_decoder.py
 """

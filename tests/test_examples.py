@@ -25,7 +25,7 @@ LINES = {
 }
 """Example → a line that it prints."""
 SLOW = ("compile_experiment", "train_any_decoder")
-"""Examples for `make test-all` alone: one compiles, the other proves and trains two models, which takes twenty processes."""
+"""Examples for `make test-all` alone: one compiles, the other proves and trains two models in twenty processes."""
 TORCHRUN_KILLS_AFTER_S = 30
 """torchrun gives its ranks this long after SIGTERM."""
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))

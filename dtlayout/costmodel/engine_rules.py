@@ -338,7 +338,7 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
     family = FAMILIES.get(model.family)
     if "family" in engine.features.untrained and family and family.untrained:
         what = f"model.family={family.name} is planned, not trained: {family.untrained}"
-        traced = "trace it: dtlayout trace FOLDER --output model.json, then use model.name=model.json; or "
+        traced = "trace it: dtlayout trace FOLDER --output model.json, and name model.json as the model; or "
         others = "use a model of another family, or --engine for another program"
         return [Refusal("model.family", what, others if model.experts else traced + others)]
     return [
