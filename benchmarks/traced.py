@@ -338,9 +338,9 @@ def print_descriptions(folder: Path) -> None:
     print("## Beside written descriptions\n")
     print(
         "Three families are described by hand; models of published sizes were traced too. FLOPs are those of a token\n"
-        f"of {SEQ_LEN:,}, forward and backward. Bytes are what a block keeps for the backward of a token in bf16, written\n"
-        "and traced with the kernels of this package. A traced block runs the family's own code, which keeps more:\n"
-        "exact copies in its norms, and silu's result. Predictions of traced models count that.\n"
+        f"of {SEQ_LEN:,}, forward and backward. Bytes are what a block keeps for the backward of a token in bf16,\n"
+        "written and traced with the kernels of this package. A traced block runs the family's own code, which keeps\n"
+        "more: exact copies in its norms, and silu's result. Predictions of traced models count that.\n"
     )
     heading = ["family", "parameters", "FLOPs", "bytes kept", "by its own code", "what differs"]
     print(*table(heading, [compare_descriptions(f, s, folder)[0] for f, s in DESCRIBED.items()]), "", sep="\n")
@@ -355,9 +355,9 @@ def print_plans(folder: Path) -> None:
     print(
         f"Bytes that each of {_TP} ranks sends for a token, forward and backward, in bf16, without sequence\n"
         "parallelism. They are counted by the rules of both sides: a ring sends 2 (t - 1) / t of a tensor to sum it,\n"
-        "and (t - 1) / t to gather it. Ours sums the gradient of a branch's input once. A plan of transformers sums it\n"
-        "for each matmul that is split by outputs, as the styles of its class ColwiseParallel do. It gathers logits,\n"
-        "where our loss sends three numbers a token. Sizes are the defaults of each family.\n"
+        "and (t - 1) / t to gather it. Ours sums the gradient of a branch's input once. A plan of transformers sums\n"
+        "it for each matmul that is split by outputs, as the styles of its class ColwiseParallel do. It gathers\n"
+        "logits, where our loss sends three numbers a token. Sizes are the defaults of each family.\n"
         f"\nOf {len(rows)} families ours sends less in a block of {fewer} and as much in {same}; it does not split "
         f"{len(rows) - len(split)}.\n"
     )
