@@ -16,6 +16,12 @@ from dtlayout.models.traced import MARK, Trace, read_trace
 EXAMPLE = "dtlayout trace path/to/config.json --output model.json"
 
 
+_NOT = {
+    "training": "not trained", "tp": "not split by tp", "sequence_parallel": "no sequence parallelism",
+}  # fmt: skip
+"""Key of `Trace.whole` → words for it."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model and the file to write."""
     parser.add_argument("model", metavar="FOLDER_OR_CONFIG", help="a Hugging Face folder, or its config.json")
@@ -53,7 +59,7 @@ def _list_lines(trace: Trace, path: Path) -> list[str]:
     for number, described in enumerate(trace.kinds):
         lines += ["", f"kind {number}: {plural(shape.block_kinds.count(number), 'block')}"]
         lines += [f"  {line}" for line in _list_operations(described)]
-    lines += ["", *(f"not split over {axis}: {reason}" for axis, reason in trace.whole.items()), f"wrote {path}"]
+    lines += ["", *(f"{_NOT[axis]}: {reason}" for axis, reason in trace.whole.items()), f"wrote {path}"]
     return lines
 
 

@@ -196,10 +196,8 @@ class Norm(BaseOperation):
         first, *others = saved
         # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
         norm = TapeEntry("norm", (read,), (exact,), (first,), weights, scratch=(exact,) * 4, ends_first=True)
-        scratch = (exact,) * (2 + options.casts_norms)
-        scale = TapeEntry(
-            "scale", (exact,), (made,), (*others, rows), (), scratch, is_local=True, continues=True
-        )  # fmt: skip
+        copies = (exact,) * (2 + options.casts_norms)
+        scale = TapeEntry("scale", (exact,), (made,), (*others, rows), (), copies, is_local=True, continues=True)
         return (norm, scale)
 
 

@@ -62,8 +62,8 @@ def refuse_unproven(model: ModelShape, layout: Layout) -> None:
     """InvalidLayout if a traced model was not yet seen to train exactly on the axes of a layout."""
     if missing := find_unproven(model, layout):
         raise InvalidLayout(
-            f"{model.name} was traced, and nothing proves yet that {' and '.join(missing)} trains it exactly; dtlayout "
-            f"check CONFIG --prove tries it on four processes of this machine, or train.force=true goes without"
+            f"{model.name} was traced, and no proof shows yet that it trains exactly with {' and '.join(missing)}; "
+            f"dtlayout check CONFIG --world N --prove makes one on four processes here, train.force=true goes without"
         )
 
 

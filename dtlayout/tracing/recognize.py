@@ -327,6 +327,8 @@ class _Reader:
         kv_width = self._width_of(keys)
         num_kv_heads = max(1, kv_width // head_width) if kv_width % head_width == 0 else num_heads
         roots = self._find_roots(queries, keys, values)
+        if tensors and roots[1] in (roots[0], roots[2]):  # a matrix with more than keys
+            num_kv_heads = self._count_heads(tensors[1])[0]
         is_latent = roots[1] == roots[2] and roots[0] != roots[1] and len(keys.sources) > 1
         if is_latent:
             num_kv_heads = num_heads
@@ -339,18 +341,18 @@ class _Reader:
         has_sinks = bool(asked.get("sinks")) and dict(self.block.named_parameters()).keys() >= {sinks}
         self.used.update([sinks] * has_sinks)
         plain = not values.passes and len(values.sources) == 1 and roots[2] in self.linears
-        widths = (num_heads * head_width, kv_width, num_kv_heads * made)
+        num_kv_heads = min(num_kv_heads, num_heads)
+        widths = (num_heads * head_width, num_kv_heads * head_width, num_kv_heads * made)
         shown = [
             width for each, root, width in zip((queries, keys, values), roots, widths, strict=True)
             if not each.passes and root == roots[2]
         ]  # fmt: skip
         held = max(0, self.linears[roots[2]].outputs - sum(shown)) if plain else 0
         held += num_heads * made * bool(asked.get("copies"))
-        share = float(window > 0)  # of the blocks of this kind
         self.operations.append(
             SelfAttention(
-                num_heads, min(num_kv_heads, num_heads), head_width, made, window,
-                values=roots[2] if plain else "", sinks=has_sinks, held=held, windowed_share=share,
+                num_heads, num_kv_heads, head_width, made, window,
+                values=roots[2] if plain else "", sinks=has_sinks, held=held, windowed_share=float(window > 0),
             )
         )  # fmt: skip
         for each in call.makes:

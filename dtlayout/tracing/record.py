@@ -184,4 +184,9 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], recorder: Recorder) ->
         raise InvalidConfig(
             f"its forward reads values of tensors, by {error.func}, which a trace does not have"
         ) from None
+    except (InvalidConfig, RuntimeError):
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        first = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InvalidConfig(f"its forward fails: {first}") from None
     return recorder.blocks

@@ -51,7 +51,7 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
             records = record(model, blocks, recorder)
         return _describe(model, blocks_name, blocks, records, ends, config, name, library)
     except InvalidConfig as error:
-        raise InvalidConfig([f"{_type_of(config)} cannot be traced: {each}" for each in error.problems]) from None
+        raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> tuple[nn.Module, str]:
@@ -83,14 +83,12 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         import transformers
     except ImportError as error:
         raise InvalidConfig(
-            f"a model of the family {_type_of(config)} is traced, for which transformers is needed: {error}"
+            f"{_describe_type(config)} is nobody's that is described; to trace it, install transformers: {error}"
         ) from None
     try:
-        parsed = transformers.CONFIG_MAPPING[_type_of(config)].from_dict(dict(config)).get_text_config(decoder=True)
+        parsed = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config(decoder=True)
     except KeyError:
-        raise InvalidConfig(
-            f"transformers {transformers.__version__} knows no model_type={_type_of(config)!r}"
-        ) from None
+        raise InvalidConfig(f"transformers {transformers.__version__} knows no {_describe_type(config)}") from None
     except Exception as error:  # whatever a config's own code raises
         raise InvalidConfig(f"transformers cannot read the config.json: {_first_line(error)}") from None
     if getattr(parsed, "is_encoder_decoder", False):
@@ -98,9 +96,9 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     return parsed
 
 
-def _type_of(config: Mapping[str, Any]) -> str:
+def _describe_type(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
-    return kind if isinstance(kind, str) else "a model without model_type"
+    return f"model_type={kind!r}" if isinstance(kind, str) else "config.json without model_type"
 
 
 def _first_line(error: Exception) -> str:
@@ -213,7 +211,8 @@ def _describe(
         for operations in kinds
     ]
     shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied)
-    own = {key: value for key, value in sides.names.items() if key != value}
+    on_disk = {ours: _name_on_disk(model, own) for ours, own in sides.names.items()}
+    own = {ours: name for ours, name in on_disk.items() if ours != name}
     reasons = {"tp": problems, "sequence_parallel": of_sequence}
     whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
     if any(each.experts for each in described):
@@ -230,6 +229,19 @@ def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: 
     for each in alike or in_block[: not norm.parameters]:
         return replace(norm, keeps=each.keeps, initial=each.initial)
     return norm
+
+
+def _name_on_disk(model: nn.Module, name: str) -> str:
+    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # before transformers 5 nothing is renamed
+        return name
+    for rule in get_checkpoint_conversion_mapping(type(model).__name__) or ():
+        sources, targets = getattr(rule, "source_patterns", ()), getattr(rule, "target_patterns", ())
+        if len(sources) == len(targets) == 1 and targets[0] == f"{name}.":
+            return str(sources[0]).removeprefix("^").replace("\\", "").removesuffix(".")
+    return name
 
 
 def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str], whole: dict[str, str]) -> str:

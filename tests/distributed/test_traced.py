@@ -90,7 +90,10 @@ def test_a_run_needs_a_proof_of_its_axes_and_train_force_goes_without(tmp_path, 
     config = write_config(tmp_path)
     arguments = ["check", str(config), "--world", "2", "--layout.tp=1", "--layout.dp_shard=2", "--layout.pp=1"]
     assert main(arguments) == 2
-    assert "nothing proves yet that fsdp trains it exactly; dtlayout check CONFIG --prove" in capsys.readouterr().err
+    assert (
+        "no proof shows yet that it trains exactly with fsdp; dtlayout check CONFIG --world N --prove"
+        in capsys.readouterr().err
+    )
     assert main([*arguments, "--train.force=true"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(prove, "prove", lambda model: {"fsdp": 1e-3, "tp": "a reason"})
@@ -112,7 +115,7 @@ def test_a_proof_belongs_to_one_config_and_a_described_model_needs_none(tmp_path
     write_proof(first, {"tp": 1e-9, "sequence_parallel": 1e-15})
     assert read_proof(first)["fsdp"] == 1e-15
     assert find_unproven(first, layout) == ["tp"] and len(find_unproven(second, layout)) == 4
-    with pytest.raises(InvalidLayout, match="nothing proves yet that tp trains it exactly"):
+    with pytest.raises(InvalidLayout, match="no proof shows yet that it trains exactly with tp"):
         refuse_unproven(first, layout)
     assert find_unproven(find_model("llama3.1-8b"), layout) == []
 

@@ -126,9 +126,9 @@ def test_a_mixture_is_traced_for_predictions_alone():
     [
         (T5Config().to_dict(), "t5 has an encoder beside its decoder"),
         ({"model_type": "nothing"}, "knows no model_type='nothing'"),
-        ({}, "a model without model_type"),
+        ({}, "knows no config.json without model_type"),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot"),
-        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32}, "mamba cannot be traced"),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32}, "model_type=.mamba. cannot be traced"),
         ({"model_type": "apertus", "num_hidden_layers": 1}, ""),
     ],
     ids=["encoder", "unknown", "no type", "no number", "state", "constants"],
