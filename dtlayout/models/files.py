@@ -20,6 +20,7 @@ from dtlayout.models.family import SIZE_KEYS
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
+from dtlayout.models.planned_families import REFUSED
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.traced import FAMILY, VERSION, is_trace, parse_trace, read_trace
 from dtlayout.spec.model_shape import Experts, ModelShape
@@ -46,7 +47,10 @@ def find_model(text: str) -> ModelShape:
             return name_model(parse_hf(config), config, path)
         except InvalidConfig:
             if isinstance(config, dict) and isinstance(kind := config.get("model_type"), str) and kind not in FAMILIES:
-                return trace_model(config, path)
+                if kind not in REFUSED:
+                    return trace_model(config, path)
+                with suppress(InvalidConfig):  # then the family's own reason says more than a trace's
+                    return trace_model(config, path)
             raise
 
 

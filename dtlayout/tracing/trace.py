@@ -238,9 +238,10 @@ def _name_on_disk(model: nn.Module, name: str) -> str:
     except ImportError:  # before transformers 5 nothing is renamed
         return name
     for rule in get_checkpoint_conversion_mapping(type(model).__name__) or ():
-        sources, targets = getattr(rule, "source_patterns", ()), getattr(rule, "target_patterns", ())
+        sources: Sequence[str] = getattr(rule, "source_patterns", ())
+        targets: Sequence[str] = getattr(rule, "target_patterns", ())
         if len(sources) == len(targets) == 1 and targets[0] == f"{name}.":
-            return str(sources[0]).removeprefix("^").replace("\\", "").removesuffix(".")
+            return sources[0].removeprefix("^").replace("\\", "").removesuffix(".")
     return name
 
 

@@ -5,6 +5,7 @@ attention and torch's loss, on the whole batch at once. Loss and every gradient 
 """
 
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,7 @@ def _start(small: ModelShape, axes: Sequence[str], folder: str) -> dict[str, flo
 
 
 def _work(rank: int, small: ModelShape, axes: Sequence[str], folder: str) -> None:
+    logging.disable(logging.WARNING)  # of packages, in each process
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(find_differences(small, axes)))
