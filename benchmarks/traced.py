@@ -1,4 +1,4 @@
-"""What tracing finds, beside descriptions, plans, dry runs and steps that do not come from it, as Markdown.
+"""Traced models beside descriptions, plans, dry runs and steps that do not come from their traces, as Markdown.
 
     make bench NAME=traced
 
