@@ -1,4 +1,4 @@
-"""What tracing finds, beside descriptions, plans, dry runs and steps that do not come from it, as Markdown.
+"""Traced models beside descriptions, plans, dry runs and steps that do not come from their traces, as Markdown.
 
     make bench NAME=traced
 
@@ -320,7 +320,7 @@ def main() -> None:
     """Print the report."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = argparse.ArgumentParser(prog="benchmarks.traced")
-    parser.add_argument("--pairs", type=int, default=40, help="of steps of ours and of theirs")
+    parser.add_argument("--pairs", type=int, default=60, help="of steps of ours and of theirs")
     options = parser.parse_args()
     import transformers
 
