@@ -28,7 +28,7 @@ _PUBLIC = {
     "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
     "spec.trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],
-    "training.observer": ["Observer", "register_observer"],
+    "training.observer": ["Observer", "register_observer"], "tracing.trace": ["describe_module"],
 }  # fmt: skip
 """Module → what it makes public."""
 _HOMES = {name: f"dtlayout.{module}" for module, names in _PUBLIC.items() for name in names}

@@ -28,7 +28,7 @@ from dtlayout.models.operations import (
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import HIDDEN
 from dtlayout.tracing.kept import count_kept, name_kept
-from dtlayout.tracing.record import EXPERTS, SEQ_LEN, BlockRecord, Call
+from dtlayout.tracing.record import EXPERTS, BlockRecord, Call
 
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "getitem",
@@ -190,18 +190,22 @@ class _Reader:
     def _count_heads(self, tensor: int) -> tuple[int, int]:
         """Heads and width of a tensor with a width for each head of each token."""
         shape = self.record.shapes[tensor]
-        return math.prod(shape) // SEQ_LEN // shape[-1], shape[-1]
+        return math.prod(shape) // self.record.num_tokens // shape[-1], shape[-1]
 
     def _read_norm(self, calls: Sequence[Call]) -> None:
         parameters = [self.parameters[each] for call in calls for each in call.reads if each in self.parameters]
         entered = next(each for call in calls for each in call.reads if each in self.values)
         value, shape = self.values[entered], self.record.shapes[entered]
-        width = math.prod(shape) // SEQ_LEN
+        width = math.prod(shape) // self.record.num_tokens
         heads = width // shape[-1]
         module = calls[0].module if not parameters else parameters[0].rpartition(".")[0]
         if any(self.block.get_parameter(each).dim() != 1 for each in parameters):
             raise InvalidConfig(f"{parameters[0]} is a norm's, and no vector")
-        module = module if parameters or calls[0].module in self.norms else f"{module}.norm_{len(self.operations)}"
+        module = (
+            module
+            if parameters or calls[0].module in self.norms
+            else f"{module}.norm_{len(self.operations)}".lstrip(".")
+        )
         vectors = {*self.parameters}
         for call in calls:
             vectors.update(call.makes if call.function in _VIEWS and vectors.issuperset(call.reads) else ())
@@ -209,10 +213,12 @@ class _Reader:
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
         is_of_heads = value.rotated[0] > 0  # after the rotary embedding, which is a step of its own
         reads = value.sources[0] if is_of_heads else self._name_read(value, width, module, is_norm=True)
+        keeps = name_kept(calls, self.record, entered, width, self.record.num_tokens)
         norm = Norm(
             module, width, heads if heads > 1 else 0, reads,
             parameters=own,  # type: ignore[arg-type]
-            initial="zeros" if adds_one else "ones", keeps=name_kept(calls, self.record, entered, width, SEQ_LEN),  # type: ignore[arg-type]
+            initial="zeros" if adds_one else "ones",
+            keeps=keeps,  # type: ignore[arg-type]
         )  # fmt: skip
         if norm.reads == HIDDEN:
             norm = replace(norm, beside=self.reads_stream)
@@ -364,7 +370,7 @@ class _Reader:
         if tensors:
             heads, width = self._count_heads(tensors[0])
             return value_width, heads, width
-        heads = math.prod(self.record.shapes[call.makes[0]]) // SEQ_LEN // value_width
+        heads = math.prod(self.record.shapes[call.makes[0]]) // self.record.num_tokens // value_width
         return value_width, heads, value_width
 
     def _root(self, value: Value) -> str:

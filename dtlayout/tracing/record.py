@@ -51,11 +51,13 @@ class BlockRecord:
     leaves: int
     """Number of the hidden states that went out."""
     shapes: Mapping[int, tuple[int, ...]]
-    """Tensor → its shape; of tokens the sequence has `SEQ_LEN`."""
+    """Tensor → its shape."""
     parameters: Mapping[int, str]
     """Tensor → name in the block, for each parameter that it read."""
     attention: Mapping[int, Mapping[str, Any]]
     """Result of attention → what the model asked for: window, softcap, sinks."""
+    num_tokens: int
+    """Tokens that the model ran on."""
     exact: frozenset[int] = frozenset()
     """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""
 
@@ -74,6 +76,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.blocks: list[BlockRecord] = []
+        self.num_tokens = 0
         self._kept: dict[int, Tensor] = {}
         self._calls: list[Call] | None = None
         self._modules: list[str] = []
@@ -99,7 +102,7 @@ class Recorder(TorchFunctionMode):
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
 
     def _end(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        entered = next(_list_tensors((inputs, named.get("hidden_states"))), None)
+        entered = next(_list_tensors((inputs, named.get("hidden_states"), named)), None)
         left = next(_list_tensors(result), None)
         if entered is None or left is None or self._calls is None:
             raise InvalidConfig("a block takes or returns no hidden states")
@@ -115,6 +118,7 @@ class Recorder(TorchFunctionMode):
                 shapes,
                 parameters,
                 dict(self._attention),
+                self.num_tokens,
                 frozenset(each for each in seen if self._kept[each].dtype in (torch.float32, torch.float64)),
             )
         )
@@ -168,18 +172,24 @@ def _list_numbers(value: Any) -> Iterator[int]:
         yield from _list_numbers(list(value.values()))
 
 
-def record(model: nn.Module, blocks: Sequence[nn.Module], recorder: Recorder) -> list[BlockRecord]:
-    """A record of each block of a model on the meta device, which runs on one sequence of `SEQ_LEN` tokens.
+def record(
+    model: nn.Module, blocks: Sequence[nn.Module], recorder: Recorder, inputs: Mapping[str, Tensor] | None = None
+) -> list[BlockRecord]:
+    """A record of each block of a model on the meta device, which runs once.
 
-    InvalidConfig if the model reads values of its tensors, which fake ones do not have.
+    `inputs` are arguments by name, of which the first is a batch of tokens [B, S]; by default it is one sequence of
+    `SEQ_LEN` tokens, as a model of transformers takes it. InvalidConfig if the model reads values of its tensors, which
+    fake ones do not have.
     """
     recorder.watch(blocks)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
-        tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
+        given = inputs or {"input_ids": torch.zeros(1, SEQ_LEN, dtype=torch.long)}
+        named: dict[str, Any] = {name: torch.zeros_like(each, device="cpu") for name, each in given.items()}
+        recorder.num_tokens = next(iter(named.values())).shape.numel()
     try:
         with fake, torch.no_grad(), recorder:
-            model(input_ids=tokens, use_cache=False)
+            model(**named, **({} if inputs else {"use_cache": False}))
     except torch._subclasses.fake_tensor.DataDependentOutputException as error:
         raise InvalidConfig(
             f"its forward reads values of tensors, by {error.func}, which a trace does not have"

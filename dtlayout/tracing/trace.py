@@ -9,19 +9,21 @@ import copy
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import write
 from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
 from dtlayout.models.operations import ATTENDED, Linear, Norm, SelfAttention, Weight
 from dtlayout.models.tape import HIDDEN
-from dtlayout.models.traced import FAMILY, Trace
+from dtlayout.models.traced import FAMILY, Trace, read_trace
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
 from dtlayout.tracing.parts import find_parts
@@ -52,6 +54,27 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         return _describe(model, blocks_name, blocks, records, ends, config, name, library)
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
+
+
+def describe_module(
+    module: nn.Module, example_inputs: Mapping[str, Tensor], file: str | Path, name: str = "own"
+) -> ModelShape:
+    """The shape of a causal model of one's own, a module with a list of blocks, for predictions.
+
+    A copy of the module runs once on fake tensors like `example_inputs`, its arguments by name, of which the first are
+    tokens [B, S]. The trace is written to `file`, which commands take as --model. Its embedding is the `nn.Embedding`
+    before the blocks with most rows, its head the last `nn.Linear` behind them. InvalidConfig if the module is no such
+    model, or reads values of tensors.
+    """
+    recorder, model = Recorder(), copy.deepcopy(module).to("meta").eval()
+    with _quiet():
+        blocks_name, blocks = find_blocks(model)
+        ends = _watch_ends(model, recorder, blocks_name)
+        records = record(model, blocks, recorder, example_inputs)
+        trace = _describe(model, blocks_name, blocks, records, ends, {}, name, "")
+    write(Path(file), trace.dumps(), "the trace")
+    read_trace.cache_clear()
+    return read_trace(str(Path(file).absolute())).shape
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype) -> tuple[nn.Module, str]:
@@ -215,7 +238,9 @@ def _describe(
     own = {ours: name for ours, name in on_disk.items() if ours != name}
     reasons = {"tp": problems, "sequence_parallel": of_sequence}
     whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
-    if any(each.experts for each in described):
+    if not config:
+        whole["training"] = "it is a module of one's own, which train.py does not build"
+    elif any(each.experts for each in described):
         whole["training"] = "a mixture of experts is traced for predictions alone"
     elif problem := _find_untrained(config, sides.names, whole):
         whole["training"] = problem
@@ -225,7 +250,8 @@ def _describe(
 def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: Sequence[Operation]) -> Norm:
     """The final norm, computed as a norm of the stream in a block is: one of the class of `module`, if there is one."""
     in_block = [each for each in operations if isinstance(each, Norm) and not each.is_of_heads]
-    alike = [each for each in in_block if type(block.get_submodule(each.module)) is type(module)]
+    modules = dict(block.named_modules())  # a norm may be a function's
+    alike = [each for each in in_block if type(modules.get(each.module)) is type(module)]
     for each in alike or in_block[: not norm.parameters]:
         return replace(norm, keeps=each.keeps, initial=each.initial)
     return norm
@@ -261,16 +287,28 @@ def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str], whole: 
     return "" if own == dict(names) else f"its parts are called {own}, and {dict(names)} in its trace"
 
 
+def _find_table_and_head(model: nn.Module, ends: _Ends, num_blocks: int) -> tuple[Any, Any]:
+    """Embedding of tokens and head of a model, as it names them or as it calls them; None where there is none."""
+    if isinstance(getattr(model, "get_output_embeddings", None), Callable):  # type: ignore[arg-type]
+        return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    called = [(model.get_submodule(name), place) for name, place in ends.called.items()]
+    tables = [module for module, place in called if isinstance(module, nn.Embedding) and not place]
+    heads = [module for module, place in called if isinstance(module, nn.Linear) and place >= num_blocks]
+    return max(tables, key=lambda table: table.num_embeddings, default=None), heads[-1] if heads else None
+
+
 class _EndReader:
     """Weights outside of blocks: embedding, final norm, head, and what stands beside them."""
 
     def __init__(self, model: nn.Module, blocks_name: str, ends: _Ends, num_blocks: int):
         self.model = model
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        embedding, head = _find_table_and_head(model, ends, num_blocks)
         modules = {id(module): name for name, module in model.named_modules()}
         if embedding is None or head is None or id(embedding) not in modules or id(head) not in modules:
-            raise InvalidConfig("it has no embedding or no head that transformers names")
-        self.is_tied = head.weight is embedding.weight or bool(model.config.get_text_config().tie_word_embeddings)  # type: ignore[union-attr, operator]
+            raise InvalidConfig("it has no embedding before its blocks, or no head behind them")
+        config = getattr(model, "config", None)
+        is_tied = config is not None and bool(config.get_text_config().tie_word_embeddings)
+        self.is_tied = is_tied or head.weight is embedding.weight
         self.names = {EMBEDDING: modules[id(embedding)], "model.layers": blocks_name, HEAD: modules[id(head)]}
         self.embedding = Weight(f"{EMBEDDING}.weight", tuple(embedding.weight.shape), "normal", "embedding", 0)
         self.head = Weight(f"{HEAD}.weight", tuple(head.weight.shape), "normal", "head", 0)

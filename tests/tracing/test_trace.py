@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from toys import TOYS, make_config
 from transformers import T5Config
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.cli import main
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.description import Description
 from dtlayout.models.operations import ATTENDED, Linear, SelfAttention
@@ -16,7 +18,7 @@ from dtlayout.models.traced import VERSION, Trace, find_stored_name, parse_trace
 from dtlayout.models.weights import list_stored, list_weights
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.tracing.building import build_model
-from dtlayout.tracing.trace import trace_config
+from dtlayout.tracing.trace import describe_module, trace_config
 
 NOT_TRACED = {
     "diffllama": "a block attends 2 times",
@@ -42,6 +44,10 @@ SPLIT = (
 """Families of which tp splits attention and feed-forward."""
 
 
+RENAMED = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
+"""Family and parameter → its name in published folders, which transformers changes as it loads them."""
+
+
 def make_trace(name: str, **more: Any) -> Trace:
     kind, keys = TOYS.get(name, (name, {}))
     config = make_config(kind, **keys | more)
@@ -64,7 +70,7 @@ def test_every_parameter_of_a_model_is_in_its_trace_once_and_under_its_own_name(
     shape = keep(make_trace(name), tmp_path)
     kind, keys = TOYS[name]
     model = build_model(make_config(kind, **keys), torch.float32)
-    own = {each: tuple(parameter.shape) for each, parameter in model.named_parameters()}
+    own = {RENAMED.get((name, each), each): tuple(p.shape) for each, p in model.named_parameters()}
     assert count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
     if shape.experts is None:  # whose stacks have other names
         assert {find_stored_name(shape, each): size for each, size in list_weights(shape)} == own
@@ -153,3 +159,70 @@ def test_a_file_that_is_no_trace_of_this_version_is_refused(tmp_path):
     (tmp_path / "cut.json").write_text(text[:100])
     with pytest.raises(InvalidConfig, match="is not JSON"):
         read_trace(str(tmp_path / "cut.json"))
+
+
+class Own(nn.Module):
+    """A causal model as somebody writes it: one matmul makes queries, keys and values, a ReLU the feed-forward."""
+
+    def __init__(self, num_blocks: int = 3):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 32), nn.Embedding(16, 32)
+        self.stack = nn.ModuleList(OwnBlock() for _ in range(num_blocks))
+        self.out = nn.Linear(32, 50, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(words) + self.places(torch.arange(words.shape[1]))
+        for block in self.stack:
+            x = block(x=x)
+        return self.out(nn.functional.layer_norm(x, (32,)))
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.qkv, self.join = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(self.before(x)).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.join(seen.transpose(1, 2).flatten(2))
+        return x + self.narrow(torch.relu(self.wide(nn.functional.layer_norm(x, (32,)))))
+
+
+def test_a_module_of_ones_own_is_described_and_planned(tmp_path, capsys):
+    own, file = Own(), tmp_path / "own.json"
+    shape = describe_module(own, {"words": torch.zeros(2, 12, dtype=torch.long)}, file)
+    assert count_parameters(shape) == sum(each.numel() for each in own.parameters())
+    assert (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.ffn_size) == (
+        3,
+        32,
+        4,
+        4,
+        128,
+    )
+    described = read_trace(str(file)).kinds[0]
+    assert [type(each).__name__ for each in described.block] == [
+        "Norm", "Linear", "SelfAttention", "Linear", "Residual", "Norm", "Linear", "Activation", "Linear", "Residual",
+    ]  # fmt: skip
+    assert next(own.parameters()).device.type == "cpu"  # a copy ran
+    scenario = ["--gpu", "h100-80g-sxm", "--gpus", "8", "--seq-len", "16", "--global-batch", "64", "--top", "1"]
+    assert main(["recommend", "--model", str(file), *scenario]) == 0
+    assert "own, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda own: setattr(own, "stack", nn.Sequential(*own.stack)), "it has no list of blocks"),
+        (lambda own: setattr(own, "out", nn.Identity()), "no head behind them"),
+        (lambda own: setattr(own, "spare", nn.Linear(3, 3)), "spare has parameters, and is not called"),
+    ],
+    ids=["list", "head", "uncalled"],
+)
+def test_a_module_that_is_no_causal_model_is_refused(tmp_path, spoil, reason):
+    own = Own()
+    spoil(own)
+    with pytest.raises(InvalidConfig, match=reason):
+        describe_module(own, {"words": torch.zeros(1, 12, dtype=torch.long)}, tmp_path / "own.json")
+    assert not (tmp_path / "own.json").exists()
