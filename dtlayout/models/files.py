@@ -49,8 +49,9 @@ def find_model(text: str) -> ModelShape:
             if isinstance(config, dict) and isinstance(kind := config.get("model_type"), str) and kind not in FAMILIES:
                 if kind not in REFUSED:
                     return trace_model(config, path)
-                with suppress(InvalidConfig):  # then the family's own reason says more than a trace's
+                with suppress(InvalidConfig):  # whose reason says less than the family's own
                     return trace_model(config, path)
+                raise InvalidConfig(f"model_type={kind!r} is neither described nor traced: {REFUSED[kind]}") from None
             raise
 
 
