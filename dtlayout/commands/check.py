@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import asdict, replace
 
+from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.commands.arguments import (
@@ -77,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
         refuse_hopeless(config, layout, config.device.gpu)
     proof = _prove(config.model) if options.prove else []
     if not config.train.force:
-        refuse_unproven(config.model, layout)
+        try:
+            refuse_unproven(config.model, layout)
+        except InvalidLayout as error:
+            raise InvalidLayout([*(f"{name} {line}" for name, line in proof), *error.problems]) from None
     if options.data:
         from dtlayout.data.check import check_beginnings, check_data  # only now: it imports numpy
 

@@ -14,7 +14,7 @@ from typing import Any
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_cache, parse_json, write_whole
-from dtlayout.base.formatting import shorten
+from dtlayout.base.formatting import find_version, shorten
 from dtlayout.models.families import FAMILIES, find_family
 from dtlayout.models.family import SIZE_KEYS
 from dtlayout.models.hf_config import parse_hf
@@ -22,7 +22,7 @@ from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.planned_families import REFUSED
 from dtlayout.models.presets import PRESETS
-from dtlayout.models.traced import FAMILY, VERSION, is_trace, parse_trace, read_trace
+from dtlayout.models.traced import FAMILY, VERSION, hash_code, is_trace, parse_trace, read_trace
 from dtlayout.spec.model_shape import Experts, ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
@@ -92,7 +92,8 @@ def trace_model(config: Mapping[str, Any], path: Path, output: Path | None = Non
     import json
     import pkgutil
 
-    digest = hashlib.sha256(json.dumps([VERSION, config], sort_keys=True).encode()).hexdigest()
+    facts = [VERSION, config, find_version("transformers"), hash_code("tracing")]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     kept = output or find_cache() / "traces" / f"{digest[:16]}.json"
     if output is None and kept.is_file():
         with suppress(InvalidConfig):  # a damaged file is written again
@@ -147,7 +148,8 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
     config.json of its family cannot describe it: a Llama with the biases of a Qwen2, for instance.
     """
     if model.family == FAMILY:  # the model's own, in which no size has changed
-        return {**read_trace(model.trace).config, NAME_KEY: model.name, "torch_dtype": number_format}
+        own = read_trace(model.trace).config
+        return {**own, NAME_KEY: model.name, **dict.fromkeys({"torch_dtype", *own.keys() & {"dtype"}}, number_format)}
     if reason := find_family(model.family).untrained:
         raise InvalidConfig(f"model.family={model.family} is planned, not trained: {reason}; no config.json is written")
     config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in SIZE_KEYS.items()}

@@ -1,27 +1,28 @@
-"""Proofs: which axes of a layout a traced model has been seen to train exactly on. No torch.
+"""Proofs: the axes of a layout on which a traced model was found exact. No torch.
 
 A proof is made by `training/prove.py`, and kept in the user's cache under a hash of all that it depends on: the model's
-config, the version of transformers, and our own code that splits models.
+trace, the versions of torch and transformers that are installed, and our own code that splits models.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
-from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import find_cache, write_whole
-from dtlayout.models.traced import FAMILY, read_trace
+from dtlayout.base.formatting import find_version
+from dtlayout.models.traced import FAMILY, hash_code, read_trace
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
 AXES = ("fsdp", "pp", "tp", "sequence_parallel")
-"""Things about a layout that a proof is made for, one by one and beside each other."""
+"""Features of a layout that a proof tests."""
 TOLERANCE = 1e-10
-"""Largest relative difference of a loss or a gradient in float64 that is none."""
-_CODE = ("tracing", "plans", "pipelining", "models")
-"""Folders of our own code that split a model."""
+"""Relative differences of a loss or a gradient in float64 up to this one are rounding."""
+_CODE = ("mesh", "models", "ops", "pipelining", "plans", "schedules", "spec", "tracing", "training")
+"""Folders of our own code that build, split and step a model, or prove that."""
 
 
 def list_axes(layout: Layout) -> list[str]:
@@ -39,14 +40,19 @@ def read_proof(model: ModelShape) -> dict[str, float]:
         found: dict[str, float] = json.loads(_find_file(model).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def write_proof(model: ModelShape, differences: Mapping[str, float]) -> Path:
-    """Keep what was found of a model, beside what is known; OSError if the cache cannot be written."""
+    """Add these differences to the model's proof file; InvalidConfig if the user's cache cannot be written."""
     file = _find_file(model)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps({**read_proof(model), **differences}, indent=1) + "\n")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({**read_proof(model), **differences}, indent=1) + "\n")
+    except OSError as error:
+        raise InvalidConfig(
+            f"{file} cannot be written: {error.strerror}; XDG_CACHE_HOME names another folder"
+        ) from None
     return file
 
 
@@ -60,7 +66,12 @@ def find_unproven(model: ModelShape, layout: Layout) -> list[str]:
 
 def refuse_unproven(model: ModelShape, layout: Layout) -> None:
     """InvalidLayout if a traced model was not yet seen to train exactly on the axes of a layout."""
-    if missing := find_unproven(model, layout):
+    known = read_proof(model) if model.family == FAMILY else {}
+    missing = find_unproven(model, layout)
+    if failed := [axis for axis in missing if axis in known]:
+        found = ", ".join(f"{axis} by {known[axis]:.1e}" for axis in failed)
+        raise InvalidLayout(f"{model.name} was traced, and its proof differs from one process: {found}; leave that out")
+    if missing:
         raise InvalidLayout(
             f"{model.name} was traced, and no proof shows yet that it trains exactly with {' and '.join(missing)}; "
             f"dtlayout check CONFIG --world N --prove makes one on four processes here, train.force=true goes without"
@@ -69,14 +80,6 @@ def refuse_unproven(model: ModelShape, layout: Layout) -> None:
 
 def _find_file(model: ModelShape) -> Path:
     trace = read_trace(model.trace)
-    facts = json.dumps([trace.config, trace.library, _hash_code()], sort_keys=True)
-    return find_cache() / "proofs" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-
-
-@cache
-def _hash_code() -> str:
-    """A hash of our own code that splits models."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
-    for file in sorted(file for folder in _CODE for file in (package / folder).glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    own = replace(trace, shape=replace(trace.shape, name="own", trace=""))
+    facts = [own.dumps(), *map(find_version, ("torch", "transformers")), hash_code(*_CODE)]
+    return find_cache() / "proofs" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"

@@ -5,11 +5,12 @@ file: the operations of each kind of block, the weights before and after the blo
 model was built from.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, fields
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,20 @@ def parse_trace(content: Mapping[str, Any], path: str) -> Trace:
 
 def describe_traced(model: ModelShape) -> Description:
     """The operations of a traced model, of the kind that most of its blocks have."""
-    if not model.trace:
+    if not (model.trace and model.block_kinds):
         raise InvalidConfig(f"model.family={FAMILY} needs model.trace, the file that dtlayout trace writes")
     kind, _ = Counter(model.block_kinds).most_common(1)[0]
     return read_trace(model.trace).kinds[kind]
+
+
+def find_changed_sizes(model: ModelShape) -> list[str]:
+    """A line for each size of a traced model that is not the one of its trace; empty for a described one."""
+    if model.family != FAMILY or not model.trace:
+        return []
+    traced = read_trace(model.trace).shape
+    names = [each.name for each in fields(ModelShape) if each.name not in ("name", "trace", "adapter")]
+    pairs = [(name, getattr(model, name), getattr(traced, name)) for name in names]
+    return [f"model.{name} is {own}, and {theirs} in its trace" for name, own, theirs in pairs if own != theirs]
 
 
 def find_whole(model: ModelShape) -> Mapping[str, str]:
@@ -169,6 +180,10 @@ def find_stored_name(model: ModelShape, name: str) -> str:
     return name
 
 
-def with_path(trace: Trace, path: str) -> Trace:
-    """The trace with the path of its file in its shape."""
-    return replace(trace, shape=replace(trace.shape, trace=path))
+@cache
+def hash_code(*folders: str) -> str:
+    """A hash of the modules in some folders of this package."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(file for folder in folders for file in (package / folder).rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

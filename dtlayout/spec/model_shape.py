@@ -211,6 +211,9 @@ class ModelShape(Ranged, section="model"):
 
     def find_broken(self) -> list[Refusal]:
         """A refusal for each pair of sizes that makes no model; later rules count on heads that come out even."""
+        if self.block_kinds and len(self.block_kinds) != self.num_layers:
+            what = f"model.num_layers={self.num_layers} is not the number of its block_kinds, {len(self.block_kinds)}"
+            return [Refusal("num_layers", what, "trace a config.json that has it")]
         heads = [*self._check_head_width()] or [*self._check_head_groups()]
         broken = [*heads, *self._check_dense_layers(), *self._check_frozen_router(), *self._check_block()]
         return broken or [*self._check_latent_attention()]

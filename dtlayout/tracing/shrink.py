@@ -18,6 +18,8 @@ _SIZES = {
 """Key, or the name that transformers maps it to → the size of a narrow model, where the key has a number."""
 _INNER_NAMES = ("ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 """Keys of some families for the width inside of a feed-forward."""
+_KV_HEADS = ("num_kv_heads", "n_head_kv")
+"""Keys of some families for the number of key and value heads."""
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -40,7 +42,7 @@ def shrink(config: Mapping[str, Any], block_kinds: Sequence[int]) -> dict[str, A
             small[key] = value
         elif common in ("num_hidden_layers", "max_window_layers"):
             small[key] = min(value, few)
-        elif common == "num_key_value_heads":
+        elif common == "num_key_value_heads" or key in _KV_HEADS:
             small[key] = 1 if value == 1 else HEADS if value == parsed.num_attention_heads else KV_HEADS
         elif common == "head_dim" and hasattr(parsed, "qk_rope_head_dim"):
             small[key] = _SIZES["qk_rope_head_dim"]

@@ -6,6 +6,7 @@ first stage or to the last one, by when they are read. No weights are read and n
 """
 
 import copy
+import json
 import logging
 import warnings
 from collections import Counter
@@ -40,7 +41,11 @@ def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
         try:
             return _trace(config, name, torch.bfloat16)
         except RuntimeError:  # code that computes in fp32 alone
+            pass
+        try:
             return _trace(config, name, torch.float32)
+        except RuntimeError as error:
+            raise InvalidConfig(f"{_describe_type(config)} cannot be traced: {_first_line(error)}") from None
 
 
 def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
@@ -51,6 +56,9 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         ends = _watch_ends(model, recorder, blocks_name)
         with _recording_attention(recorder):
             records = record(model, blocks, recorder)
+        own = parse_config(config)
+        if own.model_type != config.get("model_type"):  # the part that reads text, of a config with several
+            config = {**json.loads(own.to_json_string(use_diff=False)), "model_type": own.model_type}
         return _describe(model, blocks_name, blocks, records, ends, config, name, library)
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
@@ -67,11 +75,13 @@ def describe_module(
     model, or reads values of tensors.
     """
     recorder, model = Recorder(), copy.deepcopy(module).to("meta").eval()
+    shared = {id(each) for each in module.parameters()}
+    is_tied = len(shared) < len([*module.named_parameters(remove_duplicate=False)])
     with _quiet():
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
         records = record(model, blocks, recorder, example_inputs)
-        trace = _describe(model, blocks_name, blocks, records, ends, {}, name, "")
+        trace = _describe(model, blocks_name, blocks, records, ends, {}, name, "", is_tied=is_tied)
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
@@ -210,7 +220,7 @@ def _watch_ends(model: nn.Module, recorder: Recorder, blocks_name: str) -> _Ends
 
 def _describe(
     model: nn.Module, blocks_name: str, blocks: Sequence[nn.Module], records: Sequence[BlockRecord], ends: _Ends,
-    config: Mapping[str, Any], name: str, library: str,
+    config: Mapping[str, Any], name: str, library: str, *, is_tied: bool = False,
 ) -> Trace:  # fmt: skip
     kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
     numbers = list[int]()
@@ -233,7 +243,7 @@ def _describe(
         Description(sides.embedding, operations, final_norm, sides.head, sides.before, sides.after)
         for operations in kinds
     ]
-    shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied)
+    shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied or is_tied)
     on_disk = {ours: _name_on_disk(model, own) for ours, own in sides.names.items()}
     own = {ours: name for ours, name in on_disk.items() if ours != name}
     reasons = {"tp": problems, "sequence_parallel": of_sequence}
@@ -306,8 +316,8 @@ class _EndReader:
         modules = {id(module): name for name, module in model.named_modules()}
         if embedding is None or head is None or id(embedding) not in modules or id(head) not in modules:
             raise InvalidConfig("it has no embedding before its blocks, or no head behind them")
-        config = getattr(model, "config", None)
-        is_tied = config is not None and bool(config.get_text_config().tie_word_embeddings)
+        read_text = getattr(getattr(model, "config", None), "get_text_config", None)
+        is_tied = read_text is not None and bool(read_text().tie_word_embeddings)
         self.is_tied = is_tied or head.weight is embedding.weight
         self.names = {EMBEDDING: modules[id(embedding)], "model.layers": blocks_name, HEAD: modules[id(head)]}
         self.embedding = Weight(f"{EMBEDDING}.weight", tuple(embedding.weight.shape), "normal", "embedding", 0)

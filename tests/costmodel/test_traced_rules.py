@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from toys import make_config
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.models.traced import read_trace
+from dtlayout.models.traced import find_changed_sizes, read_trace
 from dtlayout.planner.space import Space
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.batch import Batch
@@ -84,3 +85,11 @@ def test_a_search_looks_at_no_layout_that_the_trainer_refuses(models, engine, de
     assert {each.tp for each in split.degrees} == {1, 2, 4} and {each.cp for each in split.degrees} == {1}
     scenario = replace(scenario, model=models["biogpt"])
     assert Space(scenario).sequence_parallel(2) == [False] and Space(scenario).tp_overlap(2) == [False]
+
+
+def test_sizes_that_are_not_those_of_the_trace_are_said(models):
+    model = models["gpt_neox"]
+    assert find_changed_sizes(model) == find_changed_sizes(replace(model, name="other")) == []
+    assert find_changed_sizes(replace(model, ffn_size=50)) == ["model.ffn_size is 50, and 48 in its trace"]
+    with pytest.raises(InvalidConfig, match="num_layers=2 is not the number of its block_kinds, 3"):
+        replace(model, num_layers=2)

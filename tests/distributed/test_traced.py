@@ -115,14 +115,14 @@ def test_a_proof_belongs_to_one_config_and_a_described_model_needs_none(tmp_path
     write_proof(first, {"tp": 1e-9, "sequence_parallel": 1e-15})
     assert read_proof(first)["fsdp"] == 1e-15
     assert find_unproven(first, layout) == ["tp"] and len(find_unproven(second, layout)) == 4
-    with pytest.raises(InvalidLayout, match="no proof shows yet that it trains exactly with tp"):
+    with pytest.raises(InvalidLayout, match="its proof differs from one process: tp by"):
         refuse_unproven(first, layout)
     assert find_unproven(find_model("llama3.1-8b"), layout) == []
 
 
 def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_folder(tmp_path):
     config, run = write_config(tmp_path), tmp_path / "run"
-    options = ["--train.force=true", "--train.steps=2", "--checkpoint.export=true", "--optimizer.warmup_steps=1"]
+    options = ["--train.force=true", "--train.steps=12", "--checkpoint.export=true", "--optimizer.warmup_steps=1"]
     log = tmp_path / "log"
     assert launch(2, config, "--layout.tp=2", "--layout.pp=1", *options, log=log) == 0, log.read_text()
     assert read_summary(run)["outcome"] == "done"
@@ -133,4 +133,4 @@ def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_fol
     again = tmp_path / "again"
     further = [f"--train.init_from={run / 'hf'}", f"--train.run_folder={again}", "--layout.pp=2", "--layout.tp=1"]
     assert launch(2, config, *options, *further, log=log) == 0, log.read_text()
-    assert losses(again)[0] < losses(run)[0] + 0.5
+    assert losses(again)[0] < losses(run)[-1] < losses(run)[0] - 0.2

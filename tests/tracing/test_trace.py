@@ -201,6 +201,9 @@ def test_a_module_of_ones_own_is_described_and_planned(tmp_path, capsys):
         4,
         128,
     )
+    own.out.weight = own.tokens.weight
+    tied = describe_module(own, {"words": torch.zeros(2, 12, dtype=torch.long)}, tmp_path / "tied.json")
+    assert count_parameters(tied) == sum(each.numel() for each in own.parameters())
     described = read_trace(str(file)).kinds[0]
     assert [type(each).__name__ for each in described.block] == [
         "Norm", "Linear", "SelfAttention", "Linear", "Residual", "Norm", "Linear", "Activation", "Linear", "Residual",
