@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.models.families import find_weight
 from dtlayout.models.files import trace_model
@@ -50,6 +51,14 @@ _EXACT = Precision(params="float64", compute="float64", reduce="float64")
 _STD, _LEAST_SHARE = 0.1, 1e-4
 
 
+def find_layout(axis: str, small: ModelShape) -> Layout:
+    """The layout of an axis, in a pipeline that is not interleaved where a model has fewer blocks than stages."""
+    layout = LAYOUTS[axis]
+    if small.num_layers >= layout.num_stages:
+        return layout
+    return replace(layout, schedule="1f1b", virtual_stages=1)
+
+
 def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | str]:
     """Axis → the largest relative difference of loss or gradients from one process, or a reason why there is none."""
     from dtlayout.tracing.shrink import shrink
@@ -70,8 +79,8 @@ def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | st
         for axis in axes:
             if axis not in found:
                 try:
-                    LAYOUTS[axis].check(small, _BATCH)
-                except InvalidConfig as error:
+                    find_layout(axis, small).check(small, _BATCH)
+                except (InvalidConfig, InvalidLayout) as error:
                     found[axis] = "; ".join(error.problems)
         wanted = [axis for axis in axes if axis not in found]
         found |= _try(small, wanted, folder)
@@ -129,7 +138,7 @@ def find_differences(small: ModelShape, axes: Sequence[str]) -> dict[str, float]
     """
     with _InFloat64():
         expected = compute_reference(small, *make_rows(small))
-        return {axis: _compare(small, LAYOUTS[axis], expected) for axis in axes}
+        return {axis: _compare(small, find_layout(axis, small), expected) for axis in axes}
 
 
 class _InFloat64(TorchFunctionMode):
