@@ -17,7 +17,7 @@ from dtlayout.sweep import processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"
-TIME_LIMIT_S = 150
+TIME_LIMIT_S = 300
 JOB = "42"
 
 
