@@ -24,8 +24,8 @@ LINES = {
     "train_llama_step": "pp2·tp2+sp mb1 1f1b zero1",
 }
 """Example → a line that it prints."""
-SLOW = ("compile_experiment", "train_any_decoder")
-"""Examples for `make test-all` alone: one compiles, the other proves and trains two models in twenty processes."""
+SLOW = ("compile_experiment", "finetune_a_llama", "long_context_on_your_module", "train_any_decoder")
+"""Examples for `make test-all` alone, which compile, or start one run after the other; other tests have their parts."""
 TORCHRUN_KILLS_AFTER_S = 30
 """torchrun gives its ranks this long after SIGTERM."""
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
