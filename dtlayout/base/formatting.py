@@ -75,6 +75,16 @@ def shorten(text: str, length: int = 80) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def first_line(error: Exception) -> str:
+    """Class and first line of an error of other code, for a message of one line.
+
+    >>> first_line(ValueError("no such size\\nat all")), first_line(KeyError())
+    ('ValueError: no such size', 'KeyError')
+    """
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
 def join_words(words: Sequence[str]) -> str:
     """Words as a sentence lists them.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import expand, parse_json
-from dtlayout.base.formatting import plural
+from dtlayout.base.formatting import first_line, plural
 from dtlayout.base.source_names import (
     BUILDERS,
     LOCAL_SPLIT,
@@ -61,7 +61,7 @@ class Corpus:
                 row = next(iterator, None)
             except Exception as error:  # pyarrow, fsspec and the hub's clients share no base class
                 place = self._find_break(num_read)
-                raise DataError(f"reading {self.source!r} broke {place}: {_first_line(error)}") from error
+                raise DataError(f"reading {self.source!r} broke {place}: {first_line(error)}") from error
             if row is None:
                 return
             yield row
@@ -247,9 +247,4 @@ def _refusal(before: str, after: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # see `Corpus.read`
-        raise DataError(f"{before}{_first_line(error)}{after}") from error
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+        raise DataError(f"{before}{first_line(error)}{after}") from error

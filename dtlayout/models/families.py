@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-TRACED = Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.build:build_traced")
+TRACED = Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.stage:build_traced")
 """The family of the models that nobody described: their blocks are in the file of a trace."""
 
 

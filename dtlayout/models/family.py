@@ -31,7 +31,7 @@ class WindowRule:
     switch: str = ""
     """Key of config.json that must be true for a window; empty where none must."""
     is_listed: bool = True
-    """Whether layer_types, where a file has it, says which blocks have the window."""
+    """True if layer_types, where a file has it, says which blocks have the window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Family:
     """Key of config.json → value that `transformers` takes if a file lacks the key. For other keys `COMMON_DEFAULTS`
     has the value; a size that is in neither must be in the file."""
     heads_divide_width: bool = False
-    """Whether `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
+    """True if `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
     ignored_keys: Collection[str] = ()
     """Keys of config.json that other families compute with and this one ignores."""
     experts: Mapping[str, str] = field(default_factory=dict)

@@ -13,9 +13,9 @@ class TextPart(NamedTuple):
     family: str
     """Family of a text model whose table names none."""
     tied: bool = False
-    """Whether the head is the embedding where the file says nothing."""
+    """True if head and embedding are one weight where the file says nothing."""
     either: bool = False
-    """Whether the head is the embedding if the text's table says so and the file itself does not."""
+    """True if it is enough that the text's table, and not the file itself, ties head and embedding."""
 
 
 TEXT_PARTS: Mapping[str, TextPart] = {

@@ -104,7 +104,7 @@ class Norm(BaseOperation):
     initial: Literal["ones", "zeros"] = "ones"
     """Initial values of the weight; zeros where the module adds 1 to it."""
     closes_branch: bool = False
-    """Whether it normalises a branch's result before that is added to the residual stream."""
+    """True if it normalises a branch's result before that is added to the residual stream."""
     keeps: tuple[Literal["input", "cast", "exact", "compute"], ...] = ()
     """Tensors that a model's own code keeps: the input, a copy of it in the exact format, others in the exact or the
     compute format. Empty where `kernels.norm` computes it."""
@@ -117,7 +117,7 @@ class Norm(BaseOperation):
         return self.module
 
     def keeps_input(self, *, casts: bool) -> bool:
-        """Whether a model's own code keeps the tensor that it reads, where the exact format is another one or not."""
+        """True if a model's own code keeps the tensor that it reads; `casts` if the exact format is another one."""
         return self.keeps[:1] == ("input",) or (self.keeps[:1] == ("cast",) and not casts)
 
     @property
@@ -228,7 +228,7 @@ class Linear(BaseOperation):
     trains: bool = True
     """Whether its weights are trained."""
     is_transposed: bool = False
-    """Whether its matrix has a row for each input, as in GPT-2, where others have one for each output."""
+    """True if its matrix has a row for each input, as in GPT-2; others have one for each output."""
 
     @property
     def is_split(self) -> bool:
@@ -322,7 +322,7 @@ class SelfAttention(BaseOperation):
     windowed_share: float = 0.5
     """Share of the blocks that have the window."""
     sinks: bool = False
-    """Whether each query head has a number that takes part in its softmax beside the scores."""
+    """True if each query head has a number that takes part in its softmax beside the scores."""
     trains: bool = True
     """Whether these numbers are trained."""
     held: int = 0

@@ -6,6 +6,7 @@ the parameters of each row against the model that `transformers` builds.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dtlayout.models.family import Family, WindowRule
 from dtlayout.models.planned_keys import (
@@ -31,6 +32,16 @@ from dtlayout.models.planned_keys import (
 _DEEPSEEK_ALLOWED = {"moe_layer_freq": (1,), "attention_bias": (False,), "mlp_bias": (False,)}
 _SIGMOID = {"experts": {"score": "sigmoid", "correction_bias": True}}
 _OLMO2 = {"norms": "after", "wide_qk_norm": True}
+_DEEPSEEK_V3 = Family(
+    name="deepseek_v3", architecture="DeepseekV3ForCausalLM", untrained="it has latent attention",
+    traits=_SIGMOID, allowed=_DEEPSEEK_ALLOWED,
+    synonyms={"num_local_experts": "n_routed_experts"},
+    keys={**LATENT, **DEEPSEEK_EXPERTS, **GROUPS},
+    defaults=size_model(129_280, 7168, 18_432, 61, 128) | {"q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+)  # fmt: skip
 
 
 PLANNED: tuple[Family, ...] = (
@@ -118,26 +129,8 @@ PLANNED: tuple[Family, ...] = (
             "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": None,
             "topk_group": None, "topk_method": "greedy"},
     ),
-    Family(
-        name="deepseek_v3", architecture="DeepseekV3ForCausalLM", untrained="it has latent attention",
-        traits=_SIGMOID, allowed=_DEEPSEEK_ALLOWED,
-        synonyms={"num_local_experts": "n_routed_experts"},
-        keys={**LATENT, **DEEPSEEK_EXPERTS, **GROUPS},
-        defaults=size_model(129_280, 7168, 18_432, 61, 128) | {"q_lora_rank": 1536, "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
-            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
-    ),
-    Family(
-        name="kimi_k2", architecture="DeepseekV3ForCausalLM", untrained="it has latent attention",
-        traits=_SIGMOID, allowed=_DEEPSEEK_ALLOWED,
-        synonyms={"num_local_experts": "n_routed_experts"},
-        keys={**LATENT, **DEEPSEEK_EXPERTS, **GROUPS},
-        defaults=size_model(129_280, 7168, 18_432, 61, 128) | {"q_lora_rank": 1536, "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
-            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
-    ),
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, name="kimi_k2"),
     Family(
         name="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", untrained="it has latent attention",
         traits=_SIGMOID, allowed=_DEEPSEEK_ALLOWED,

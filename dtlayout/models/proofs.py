@@ -58,16 +58,19 @@ def write_proof(model: ModelShape, differences: Mapping[str, float]) -> Path:
 
 def find_unproven(model: ModelShape, layout: Layout) -> list[str]:
     """The axes of a layout on which a traced model was not yet seen to be exact; empty for a described one."""
-    if model.family != FAMILY:
-        return []
-    known = read_proof(model)
+    return _list_unproven(read_proof(model), layout) if model.family == FAMILY else []
+
+
+def _list_unproven(known: Mapping[str, float], layout: Layout) -> list[str]:
     return [axis for axis in list_axes(layout) if not known.get(axis, 1.0) <= TOLERANCE]
 
 
 def refuse_unproven(model: ModelShape, layout: Layout) -> None:
     """InvalidLayout if a traced model was not yet seen to train exactly on the axes of a layout."""
-    known = read_proof(model) if model.family == FAMILY else {}
-    missing = find_unproven(model, layout)
+    if model.family != FAMILY:
+        return
+    known = read_proof(model)
+    missing = _list_unproven(known, layout)
     if failed := [axis for axis in missing if axis in known]:
         found = ", ".join(f"{axis} by {known[axis]:.1e}" for axis in failed)
         raise InvalidLayout(f"{model.name} was traced, and its proof differs from one process: {found}; leave that out")

@@ -12,24 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import parse_json
-from dtlayout.models.description import Description
-from dtlayout.models.operations import (
-    Activation,
-    Branch,
-    Elementwise,
-    Linear,
-    Norm,
-    Residual,
-    Rotary,
-    SelfAttention,
-    Weight,
-)
-from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.models.description import Description, Operation
+from dtlayout.models.operations import Norm, Weight
 from dtlayout.spec.model_shape import ModelShape
 
 FAMILY = "transformers"
@@ -37,10 +26,7 @@ FAMILY = "transformers"
 MARK = "dtlayout_trace"
 """Key by which a trace's file is known; its value is the version of the format."""
 VERSION = 2
-_OPERATIONS = {
-    kind.__name__: kind
-    for kind in (Norm, Branch, Linear, RoutedExperts, Rotary, SelfAttention, Activation, Elementwise, Residual)
-}
+_OPERATIONS = {kind.__name__: kind for kind in get_args(Operation)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +158,18 @@ def find_whole(model: ModelShape) -> Mapping[str, str]:
 
 def find_stored_name(model: ModelShape, name: str) -> str:
     """The name on disk of a parameter, which is the model's own name of it."""
-    if model.family != FAMILY:
-        return name
-    for ours, own in read_trace(model.trace).names.items():
-        if name.startswith(f"{ours}."):
-            return own + name.removeprefix(ours)
+    return rename(name, read_trace(model.trace).names) if model.family == FAMILY else name
+
+
+def rename(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name of a parameter with the other name of the module that it lies in; the same name if it has no other.
+
+    >>> rename("model.layers.1.mlp.weight", {"model.layers": "gpt.h"})
+    'gpt.h.1.mlp.weight'
+    """
+    for prefix, other in prefixes.items():
+        if name.startswith(f"{prefix}."):
+            return other + name.removeprefix(prefix)
     return name
 
 

@@ -165,8 +165,8 @@ class _OverlappedRowwiseLinear(_RowwiseLinear):
         return multiply_while_scattering(x, local(self.weight), self.group)
 
 
-class HeadNorm(ParallelStyle):
-    """Style of a norm of this rank's heads or tokens, the gradients of whose parameters are terms of a sum over tp."""
+class PartialNorm(ParallelStyle):
+    """Style of a norm that sees this rank's heads or tokens alone: its parameters' gradients are summed over tp."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = tuple(name for name, _ in module.named_parameters(recurse=False))
@@ -347,10 +347,10 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "input-gather": lambda: GatherInput(all_gather),
     "input-gather-cast": lambda: GatherInput(all_gather_cast),
     "input-overlap": OverlappedGatherInput,
-    "sequence": HeadNorm,
+    "sequence": PartialNorm,
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),
-    "head-norm": HeadNorm,
+    "head-norm": PartialNorm,
     "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate(), bias=Replicate()),
     "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
     "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),

@@ -47,7 +47,7 @@ def bind_kernel(block: nn.Module, kernel: str) -> None:
 
 
 def looks_attention_up(module: nn.Module) -> bool:
-    """Whether a module's forward takes its attention from the tables of `transformers`."""
+    """True if a module's forward takes its attention from the tables of `transformers`."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 

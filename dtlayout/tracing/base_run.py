@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import first_line
 from dtlayout.tracing.attention import NAME
-from dtlayout.tracing.building import first_line
+from dtlayout.tracing.record import list_tensors
 from dtlayout.tracing.shell import Stub, compute_tables, delegate, own_tables, replace
 
 
@@ -30,10 +31,10 @@ class BaseRun:
         self.blocks_seen, self.widths, self.after = list[int](), dict[str, int](), list[str]()
         self.last: Any = None
         self.reads_positions = False
-        """Whether an end before the blocks reads something else than embedded tokens."""
+        """True if an end before the blocks reads something else than embedded tokens."""
 
     def find_order(self) -> tuple[bool, dict[str, int], tuple[str, ...]]:
-        """Whether blocks return tuples, the ends before them with their widths, and the ends behind them."""
+        """True if blocks return tuples, the ends before them with their widths, and the ends behind them."""
         for self.returns_tuple in (True, False):
             self._forget()
             try:
@@ -105,9 +106,9 @@ class BaseRun:
         if number == 0 and not h.requires_grad:
             raise self._refuse("gives its blocks something else than embedded tokens")
         for name, value in named.items():
-            if any(each.requires_grad for each in _tensors(value)):
+            if any(each.requires_grad for each in list_tensors(value)):
                 raise self._refuse(f"gives its blocks more than hidden states that weights make: {name}")
-            if hasattr(value, "update") and not any(True for _ in _tensors(value)):
+            if hasattr(value, "update") and not any(True for _ in list_tensors(value)):
                 raise self._refuse(f"carries state from block to block: {name}")
         self.blocks_seen.append(number)
         self.last = h.clone()
@@ -117,7 +118,7 @@ class BaseRun:
         def run_before(*arguments: Any, **named: Any) -> Tensor:
             shape = end(*map(_on_meta, arguments), **{k: _on_meta(v) for k, v in named.items()}).shape
             self.widths[path] = shape[-1]
-            self.reads_positions |= not any(each.requires_grad for each in _tensors([*arguments, *named.values()]))
+            self.reads_positions |= not any(each.requires_grad for each in list_tensors([*arguments, *named.values()]))
             return torch.zeros(shape, device="cpu", requires_grad=True).clone()  # families add in place
 
         def run(*arguments: Any, **named: Any) -> Any:
@@ -139,16 +140,6 @@ class BaseRun:
         return InvalidConfig(f"{type(self.model).__name__} {what}")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _on_meta(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -156,5 +147,5 @@ def _on_meta(value: Any) -> Any:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether a module, or one inside of it, has a parameter."""
+    """True if a module, or one inside of it, has a parameter."""
     return next(module.parameters(), None) is not None

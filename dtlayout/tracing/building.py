@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import first_line
 from dtlayout.tracing.attention import NAME, register
 
 
@@ -47,10 +48,5 @@ def without_dropout(config: Any) -> Any:
 
 
 def _is_chance(name: Any) -> bool:
-    """Whether a key of a config is a probability, or a strength of noise."""
+    """True if a key of a config is a probability, or a strength of noise."""
     return any(word in str(name) for word in ("dropout", "pdrop", "layerdrop", "jitter"))
-
-
-def first_line(error: Exception) -> str:
-    """Class and first line of an error of other code, for a message of one line."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

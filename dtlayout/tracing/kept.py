@@ -56,10 +56,10 @@ def find_shown(tensor: int, shown: dict[int, int]) -> int:
     return tensor
 
 
-def name_kept(calls: Sequence[Call], record: BlockRecord, entered: int, width: int, tokens: int) -> tuple[str, ...]:
+def name_kept(calls: Sequence[Call], record: BlockRecord, entered: int) -> tuple[str, ...]:
     """A word of `Norm.keeps` for each tensor as wide as a norm's input that its calls keep, but for its result."""
     made = {each: call for call in calls for each in call.makes}
-    size = width * tokens
+    size = record.count(entered)
     words = list[str]()
     kept, shown = find_kept(calls, {entered, *record.parameters})
     for each in kept:
@@ -77,7 +77,7 @@ def name_kept(calls: Sequence[Call], record: BlockRecord, entered: int, width: i
 
 
 def _comes_from(maker: Call, entered: int, made: dict[int, Call]) -> bool:
-    """Whether a cast is one of the input, perhaps of a view of it."""
+    """True if a cast is one of the input, perhaps of a view of it."""
     source = maker.reads[0]
     while source in made and made[source].function in _ALIASES:
         source = made[source].reads[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.tracing.building import first_line
+from dtlayout.base.formatting import first_line
 from dtlayout.tracing.shell import Stub, replace
 
 _HUGE = 1e9

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.description import BLOCKS as PATTERN
+from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD
+from dtlayout.models.traced import rename
 from dtlayout.tracing.base_run import BaseRun, has_parameters
 from dtlayout.tracing.logits import Logits, find_logits
 from dtlayout.tracing.shell import compute_tables, own_tables, takes_positions
 
-EMBEDDING, BLOCKS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
-"""Our names of parts that every model has; a model may lack the final norm."""
+BLOCKS = PATTERN.removesuffix(".*")
+"""Our name of the list of blocks."""
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Values of a config's `layer_types` that are attention with a mask."""
 
@@ -47,23 +50,23 @@ class ModelParts:
     head: str = ""
     """Path of the head."""
     is_tied: bool = False
-    """Whether embedding and head are one weight."""
+    """True if embedding and head are one weight."""
     head_bias: bool = False
-    """Whether the head has a bias."""
+    """True if the head has a bias."""
     logits: Logits = field(default_factory=Logits)
     """Factor and softcap of the head's product."""
     embedding_scale: float = 1.0
     """Factor by which the embedding module multiplies what it looks up."""
     returns_tuple: bool = False
-    """Whether blocks return a tuple that begins with the hidden states."""
+    """True if blocks return a tuple that begins with the hidden states."""
     can_shard_sequence: bool = True
-    """Whether what enters the blocks can be made of a part of a sequence: positions can be given, or none are read."""
+    """True if what enters the blocks can be made of a part of a sequence: positions can be given, or none are read."""
 
     @property
     def names(self) -> dict[str, str]:
         """Our name of each part → the family's path of it."""
         norm = next((path for path in self.after if _is_norm(path.rpartition(".")[2])), None)
-        ends = {NORM if path == norm else f"model.{path.rpartition('.')[2]}": path for path in self.ends}
+        ends = {FINAL_NORM if path == norm else f"model.{path.rpartition('.')[2]}": path for path in self.ends}
         return {EMBEDDING: self.embedding, BLOCKS: self.blocks, **ends, HEAD: self.head}
 
     @property
@@ -81,22 +84,15 @@ class ModelParts:
         >>> ModelParts("gpt", "gpt.h", 2, "gpt.wte").to_family("model.layers.1.mlp.weight")
         'gpt.h.1.mlp.weight'
         """
-        return _rename(name, self.names)
+        return rename(name, self.names)
 
     def from_family(self, name: str) -> str:
         """Our name of a parameter, given the family's."""
-        return _rename(name, {own: ours for ours, own in self.names.items()})
+        return rename(name, {own: ours for ours, own in self.names.items()})
 
 
 def _is_norm(attribute: str) -> bool:
     return "norm" in attribute or attribute.startswith("ln")
-
-
-def _rename(name: str, prefixes: Mapping[str, str]) -> str:
-    for prefix, other in prefixes.items():
-        if name.startswith(f"{prefix}."):
-            return other + name[len(prefix) :]
-    raise KeyError(name)
 
 
 def find_parts(model: Any) -> ModelParts:

@@ -54,7 +54,7 @@ class Value(NamedTuple):
     rotated: tuple[int, int] = (0, 0)
     """Heads and width of what was multiplied by a table of positions; zeros where nothing was."""
     is_scores: bool = False
-    """Whether it is a matmul of queries and keys, and has a row for each token."""
+    """True if it is a matmul of queries and keys, and has a row for each token."""
     of_scores: tuple["Value", ...] = ()
     """Queries and keys of such scores."""
 
@@ -118,8 +118,7 @@ class _Reader:
                 self._read_call(call)
             place = end
         left = self.values.get(self.record.leaves)
-        norms = {each.module for each in self.operations if isinstance(each, Norm) and each.reads == HIDDEN}
-        if left is None or not ({HIDDEN} | norms).intersection(left.sources):
+        if left is None or not {HIDDEN, *self._list_stream_norms()}.intersection(left.sources):
             raise InvalidConfig("its blocks do not add to the hidden states that they read")
         self._add_rest()
         return tuple(self._place(each) for each in self.operations)
@@ -195,17 +194,13 @@ class _Reader:
     def _read_norm(self, calls: Sequence[Call]) -> None:
         parameters = [self.parameters[each] for call in calls for each in call.reads if each in self.parameters]
         entered = next(each for call in calls for each in call.reads if each in self.values)
-        value, shape = self.values[entered], self.record.shapes[entered]
-        width = math.prod(shape) // self.record.num_tokens
-        heads = width // shape[-1]
+        value, (heads, size) = self.values[entered], self._count_heads(entered)
+        width = heads * size
         module = calls[0].module if not parameters else parameters[0].rpartition(".")[0]
         if any(self.block.get_parameter(each).dim() != 1 for each in parameters):
             raise InvalidConfig(f"{parameters[0]} is a norm's, and no vector")
-        module = (
-            module
-            if parameters or calls[0].module in self.norms
-            else f"{module}.norm_{len(self.operations)}".lstrip(".")
-        )
+        if not parameters and calls[0].module not in self.norms:  # a function, which no module names
+            module = f"{module}.norm_{len(self.operations)}".lstrip(".")
         vectors = {*self.parameters}
         for call in calls:
             vectors.update(call.makes if call.function in _VIEWS and vectors.issuperset(call.reads) else ())
@@ -213,7 +208,7 @@ class _Reader:
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
         is_of_heads = value.rotated[0] > 0  # after the rotary embedding, which is a step of its own
         reads = value.sources[0] if is_of_heads else self._name_read(value, width, module, is_norm=True)
-        keeps = name_kept(calls, self.record, entered, width, self.record.num_tokens)
+        keeps = name_kept(calls, self.record, entered)
         norm = Norm(
             module, width, heads if heads > 1 else 0, reads,
             parameters=own,  # type: ignore[arg-type]
@@ -422,13 +417,16 @@ class _Reader:
         self.linears[after.module] = after
         self.operations[self.operations.index(before)] = after
 
+    def _list_stream_norms(self) -> list[str]:
+        return [each.module for each in self.operations if isinstance(each, Norm) and each.reads == HIDDEN]
+
     def _find_streams(self, known: Sequence[Value]) -> list[Value]:
         """The residual stream among two values that are added, alone in a list; none where it is not one of them.
 
         Where blocks normalise after each sum, what a norm made of the stream is the stream.
         """
         is_hidden = [each.sources == (HIDDEN,) for each in known]
-        norms = {each.module for each in self.operations if isinstance(each, Norm) and each.reads == HIDDEN}
+        norms = self._list_stream_norms()
         is_norm = [len(each.sources) == 1 and each.sources[0] in norms for each in known]
         found = is_hidden if any(is_hidden) else is_norm
         return [each for each, is_stream in zip(known, found, strict=True) if is_stream] if sum(found) == 1 else []
@@ -486,5 +484,5 @@ class _Reader:
 
 
 def _is_closing(linear: Linear) -> bool:
-    """Whether a matmul reads what only a branch has: attention's result, an activation's, or a pass over them."""
+    """True if a matmul reads what only a branch has: attention's result, an activation's, or a pass over them."""
     return linear.reads == ATTENDED or linear.reads.endswith((".active", ".read"))

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import first_line
 
 EXPERTS = "routed experts"
 """The function of a call that stands for a module with stacks of experts."""
@@ -66,7 +67,7 @@ class BlockRecord:
         return math.prod(self.shapes[tensor])
 
     def is_exact(self, tensor: int) -> bool:
-        """Whether a tensor is of fp32 or finer."""
+        """True if a tensor is of fp32 or finer."""
         return tensor in self.exact
 
 
@@ -102,8 +103,8 @@ class Recorder(TorchFunctionMode):
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
 
     def _end(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        entered = next(_list_tensors((inputs, named.get("hidden_states"), named)), None)
-        left = next(_list_tensors(result), None)
+        entered = next(list_tensors((inputs, named.get("hidden_states"), named)), None)
+        left = next(list_tensors(result), None)
         if entered is None or left is None or self._calls is None:
             raise InvalidConfig("a block takes or returns no hidden states")
         seen = {id(entered), id(left), *(each for call in self._calls for each in (*call.reads, *call.makes))}
@@ -127,7 +128,7 @@ class Recorder(TorchFunctionMode):
     def _note_experts(self, name: str, tokens: Tensor, *inputs: Any, **named: Any) -> Tensor:
         """In the place of experts, whose tokens' ways depend on values: a call that reads and makes hidden states."""
         made = torch.empty_like(tokens)
-        others = list(_list_tensors((inputs, named)))
+        others = list(list_tensors((inputs, named)))
         self._kept |= {id(each): each for each in (tokens, made, *others)}
         if self._calls is not None:
             self._calls.append(Call(EXPERTS, name, tuple(map(id, (tokens, *others))), (id(made),), ()))
@@ -141,9 +142,9 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", str(function))
-        made = list(_list_tensors(result))
+        made = list(list_tensors(result))
         if self._calls is not None and made and name not in _INNER:
-            read = list(_list_tensors((args, kwargs)))
+            read = list(list_tensors((args, kwargs)))
             self._kept |= {id(each): each for each in (*read, *made)}  # a tensor that is freed would lend its number
             numbers = tuple(_list_numbers((args, kwargs)))
             self._calls.append(
@@ -152,14 +153,15 @@ class Recorder(TorchFunctionMode):
         return result
 
 
-def _list_tensors(value: Any) -> Iterator[Tensor]:
+def list_tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors in a value, also inside of lists, tuples and tables."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _list_tensors(each)
+            yield from list_tensors(each)
     elif isinstance(value, dict):
-        yield from _list_tensors(list(value.values()))
+        yield from list_tensors(list(value.values()))
 
 
 def _list_numbers(value: Any) -> Iterator[int]:
@@ -197,6 +199,5 @@ def record(
     except (InvalidConfig, RuntimeError):
         raise
     except Exception as error:  # whatever a model's own code raises
-        first = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InvalidConfig(f"its forward fails: {first}") from None
+        raise InvalidConfig(f"its forward fails: {first_line(error)}") from None
     return recorder.blocks

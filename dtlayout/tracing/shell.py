@@ -80,7 +80,7 @@ class Shell:
         self.hidden = torch.empty(0)
         """Hidden states after the last block that ran."""
         self.is_behind = False
-        """Whether the first block was called."""
+        """True if the first block was called."""
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
         for path, (module, width) in before.items():
             replace(base, path, Stub(partial(self._run_before, module, width)))
@@ -149,7 +149,7 @@ def replace(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
 
 
 def takes_positions(base: nn.Module) -> bool:
-    """Whether a base model can be given the positions of its tokens."""
+    """True if a base model can be given the positions of its tokens."""
     return "position_ids" in inspect.signature(inspect.unwrap(type(base).forward)).parameters
 
 

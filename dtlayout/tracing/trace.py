@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
+from dtlayout.base.formatting import find_version, first_line
 from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
-from dtlayout.models.operations import ATTENDED, Linear, Norm, SelfAttention, Weight
-from dtlayout.models.tape import HIDDEN
+from dtlayout.models.operations import Linear, Norm, SelfAttention, Weight
 from dtlayout.models.traced import FAMILY, Trace, read_trace
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
-from dtlayout.tracing.parts import find_parts
+from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
 
@@ -45,21 +46,24 @@ def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
         try:
             return _trace(config, name, torch.float32)
         except RuntimeError as error:
-            raise InvalidConfig(f"{_describe_type(config)} cannot be traced: {_first_line(error)}") from None
+            raise InvalidConfig(f"{_describe_type(config)} cannot be traced: {first_line(error)}") from None
 
 
 def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
-    model, library = build(config, dtype)
-    recorder = Recorder()
+    parsed = parse_config(config)
+    model, recorder = build(parsed, dtype), Recorder()
     try:
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
         with _recording_attention(recorder):
             records = record(model, blocks, recorder)
-        own = parse_config(config)
-        if own.model_type != config.get("model_type"):  # the part that reads text, of a config with several
-            config = {**json.loads(own.to_json_string(use_diff=False)), "model_type": own.model_type}
-        return _describe(model, blocks_name, blocks, records, ends, config, name, library)
+        own = config
+        if parsed.model_type != config.get("model_type"):  # the part that reads text, of a config with several
+            own = {**json.loads(parsed.to_json_string(use_diff=False)), "model_type": parsed.model_type}
+        return replace(
+            _describe(model, blocks_name, blocks, records, ends, name, parsed=parsed),
+            config=own, library=find_version("transformers"),
+        )  # fmt: skip
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
@@ -81,32 +85,30 @@ def describe_module(
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
         records = record(model, blocks, recorder, example_inputs)
-        trace = _describe(model, blocks_name, blocks, records, ends, {}, name, "", is_tied=is_tied)
+        trace = _describe(model, blocks_name, blocks, records, ends, name, is_tied=is_tied)
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
 
 
-def build(config: Mapping[str, Any], dtype: torch.dtype) -> tuple[nn.Module, str]:
-    """The model of a config.json on the meta device, and the version of transformers; of one with images or sound the
-    part that reads text. InvalidConfig if transformers is not there, does not know the model, or knows no decoder.
+def build(parsed: Any, dtype: torch.dtype) -> nn.Module:
+    """The model of a `PretrainedConfig` on the meta device; InvalidConfig if transformers builds no decoder of it.
 
     In bf16 a recording shows which tensors a model's code computes in fp32.
     """
-    parsed = parse_config(config)
-    import transformers
     from transformers import AutoModelForCausalLM
 
+    _register_attention()
     problem = ""
     for attention in (ATTENTION, None):
         options = {} if attention is None else {"attn_implementation": attention}
         try:
-            with torch.device("meta"), _registered_attention():
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), dtype=dtype, **options)
+            with torch.device("meta"):
+                model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), dtype=dtype, **options)
             if attention is None or model._supports_attention_backend:
-                return model.eval(), transformers.__version__
+                return model.eval()
         except Exception as error:  # whatever a model's own code raises
-            problem = _first_line(error)
+            problem = first_line(error)
     raise InvalidConfig(f"transformers cannot build {parsed.model_type}: {problem}")
 
 
@@ -123,7 +125,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     except KeyError:
         raise InvalidConfig(f"transformers {transformers.__version__} knows no {_describe_type(config)}") from None
     except Exception as error:  # whatever a config's own code raises
-        raise InvalidConfig(f"transformers cannot read the config.json: {_first_line(error)}") from None
+        raise InvalidConfig(f"transformers cannot read the config.json: {first_line(error)}") from None
     if getattr(parsed, "is_encoder_decoder", False):
         raise InvalidConfig(f"{parsed.model_type} has an encoder beside its decoder")
     return parsed
@@ -132,10 +134,6 @@ def parse_config(config: Mapping[str, Any]) -> Any:
 def _describe_type(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     return f"model_type={kind!r}" if isinstance(kind, str) else "config.json without model_type"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 @contextmanager
@@ -166,14 +164,13 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     return result.transpose(1, 2).contiguous(), None
 
 
-@contextmanager
-def _registered_attention() -> Iterator[None]:
+@cache
+def _register_attention() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
-    yield
 
 
 @contextmanager
@@ -201,27 +198,22 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return name, list(blocks)
 
 
-class _Ends:
-    """Modules outside of blocks, in the order in which they are called, with how many blocks had run before."""
-
-    def __init__(self) -> None:
-        self.called: dict[str, int] = {}
-
-
-def _watch_ends(model: nn.Module, recorder: Recorder, blocks_name: str) -> _Ends:
-    ends = _Ends()
+def _watch_ends(model: nn.Module, recorder: Recorder, blocks_name: str) -> dict[str, int]:
+    """Modules outside of blocks, in the order in which they will be called → how many blocks had run before."""
+    called = dict[str, int]()
     for name, module in model.named_modules():
         if not f"{name}.".startswith(f"{blocks_name}."):
             module.register_forward_hook(
-                lambda _, __, ___, name=name: (ends.called.setdefault(name, len(recorder.blocks)), None)[1]
+                lambda _, __, ___, name=name: (called.setdefault(name, len(recorder.blocks)), None)[1]
             )
-    return ends
+    return called
 
 
 def _describe(
-    model: nn.Module, blocks_name: str, blocks: Sequence[nn.Module], records: Sequence[BlockRecord], ends: _Ends,
-    config: Mapping[str, Any], name: str, library: str, *, is_tied: bool = False,
+    model: nn.Module, blocks_name: str, blocks: Sequence[nn.Module], records: Sequence[BlockRecord],
+    ends: Mapping[str, int], name: str, *, parsed: Any = None, is_tied: bool = False,
 ) -> Trace:  # fmt: skip
+    """The trace of a model that ran; `parsed` is its `PretrainedConfig`, None for a module of one's own."""
     kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
     numbers = list[int]()
     if len(records) != len(blocks):
@@ -248,13 +240,13 @@ def _describe(
     own = {ours: name for ours, name in on_disk.items() if ours != name}
     reasons = {"tp": problems, "sequence_parallel": of_sequence}
     whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
-    if not config:
+    if parsed is None:
         whole["training"] = "it is a module of one's own, which train.py does not build"
     elif any(each.experts for each in described):
         whole["training"] = "a mixture of experts is traced for predictions alone"
-    elif problem := _find_untrained(config, sides.names, whole):
+    elif problem := _find_untrained(parsed, sides.names, whole):
         whole["training"] = problem
-    return Trace(shape=shape, kinds=tuple(described), config=config, library=library, whole=whole, names=own)
+    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own)
 
 
 def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: Sequence[Operation]) -> Norm:
@@ -281,14 +273,14 @@ def _name_on_disk(model: nn.Module, name: str) -> str:
     return name
 
 
-def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str], whole: dict[str, str]) -> str:
+def _find_untrained(parsed: Any, names: Mapping[str, str], whole: dict[str, str]) -> str:
     """The reason why the trainer cannot take a model's stages apart; empty if it can.
 
     `whole` gets a reason where the trainer can, but not with parts of a sequence.
     """
     try:
         with torch.device("meta"):
-            parts = find_parts(build_model(parse_config(config), torch.float32))
+            parts = find_parts(build_model(parsed, torch.float32))
     except InvalidConfig as error:
         return "; ".join(error.problems)
     if not parts.can_shard_sequence:
@@ -297,11 +289,11 @@ def _find_untrained(config: Mapping[str, Any], names: Mapping[str, str], whole: 
     return "" if own == dict(names) else f"its parts are called {own}, and {dict(names)} in its trace"
 
 
-def _find_table_and_head(model: nn.Module, ends: _Ends, num_blocks: int) -> tuple[Any, Any]:
+def _find_table_and_head(model: nn.Module, ends: Mapping[str, int], num_blocks: int) -> tuple[Any, Any]:
     """Embedding of tokens and head of a model, as it names them or as it calls them; None where there is none."""
     if isinstance(getattr(model, "get_output_embeddings", None), Callable):  # type: ignore[arg-type]
         return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    called = [(model.get_submodule(name), place) for name, place in ends.called.items()]
+    called = [(model.get_submodule(name), place) for name, place in ends.items()]
     tables = [module for module, place in called if isinstance(module, nn.Embedding) and not place]
     heads = [module for module, place in called if isinstance(module, nn.Linear) and place >= num_blocks]
     return max(tables, key=lambda table: table.num_embeddings, default=None), heads[-1] if heads else None
@@ -310,8 +302,7 @@ def _find_table_and_head(model: nn.Module, ends: _Ends, num_blocks: int) -> tupl
 class _EndReader:
     """Weights outside of blocks: embedding, final norm, head, and what stands beside them."""
 
-    def __init__(self, model: nn.Module, blocks_name: str, ends: _Ends, num_blocks: int):
-        self.model = model
+    def __init__(self, model: nn.Module, blocks_name: str, ends: Mapping[str, int], num_blocks: int):
         embedding, head = _find_table_and_head(model, ends, num_blocks)
         modules = {id(module): name for name, module in model.named_modules()}
         if embedding is None or head is None or id(embedding) not in modules or id(head) not in modules:
@@ -319,7 +310,7 @@ class _EndReader:
         read_text = getattr(getattr(model, "config", None), "get_text_config", None)
         is_tied = read_text is not None and bool(read_text().tie_word_embeddings)
         self.is_tied = is_tied or head.weight is embedding.weight
-        self.names = {EMBEDDING: modules[id(embedding)], "model.layers": blocks_name, HEAD: modules[id(head)]}
+        self.names = {EMBEDDING: modules[id(embedding)], BLOCKS: blocks_name, HEAD: modules[id(head)]}
         self.embedding = Weight(f"{EMBEDDING}.weight", tuple(embedding.weight.shape), "normal", "embedding", 0)
         self.head = Weight(f"{HEAD}.weight", tuple(head.weight.shape), "normal", "head", 0)
         self.before, self.after, self.norm = tuple[Weight, ...](), tuple[Weight, ...](), tuple[Weight, ...]()
@@ -330,9 +321,9 @@ class _EndReader:
             own = dict(module.named_parameters(recurse=False))
             if not own or name in known or f"{name}.".startswith(f"{blocks_name}."):
                 continue
-            if name not in ends.called:
+            if name not in ends:
                 raise InvalidConfig(f"{name} has parameters, and is not called")
-            self._sort(name, own, is_after=ends.called[name] >= num_blocks)
+            self._sort(name, own, is_after=ends[name] >= num_blocks)
 
     def _sort(self, name: str, own: Mapping[str, nn.Parameter], *, is_after: bool) -> None:
         is_norm = is_after and all(each.dim() == 1 for each in own.values()) and not self.norm
@@ -367,21 +358,14 @@ def _find_shape(
     if len(attentions) != 1:
         raise InvalidConfig(f"a block attends {len(attentions)} times; blocks with one attention can be planned")
     attention, experts = attentions[0], main.experts
-    inner = [
-        each.inputs for kind in described for each in kind.block
-        if isinstance(each, Linear) and each.reads not in (ATTENDED, HIDDEN) and each.reads.endswith(".active")
-    ]  # fmt: skip
-    found = None
+    inner, found = [size for kind in described for size in _list_inner(kind)], None
     if experts is not None:
-        shared = [
-            each.inputs for each in main.block if isinstance(each, Linear) and each.reads.endswith(".active")
-        ]  # fmt: skip
         dense = next((i for i, each in enumerate(numbers) if described[each].experts is not None), 0)
         if any(described[each].experts is None for each in numbers[dense:]):
             raise InvalidConfig("blocks without experts follow on blocks with some")
         found = Experts(
             number=experts.number, per_token=experts.per_token, ffn_size=experts.inner_width,
-            shared_ffn_size=sum(shared), dense_layers=dense, bias=experts.bias,
+            shared_ffn_size=sum(_list_inner(main)), dense_layers=dense, bias=experts.bias,
         )  # fmt: skip
     return ModelShape(
         name=name, family=FAMILY, hidden_size=hidden_size, num_layers=len(numbers), num_heads=attention.num_heads,
@@ -389,3 +373,8 @@ def _find_shape(
         ffn_size=max(inner, default=experts.inner_width if experts else hidden_size),
         vocab_size=main.embedding.shape[0], tied_embeddings=is_tied, experts=found, block_kinds=tuple(numbers),
     )  # fmt: skip
+
+
+def _list_inner(described: Description) -> list[int]:
+    """Inner widths of a block's feed-forwards."""
+    return [each.inputs for each in described.block if isinstance(each, Linear) and each.reads.endswith(".active")]

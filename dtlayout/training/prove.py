@@ -180,9 +180,9 @@ def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dic
     """Loss, as "loss", and gradients by our names, as the model of `transformers` has them on one process."""
     from transformers import AutoModelForCausalLM
 
-    from dtlayout.tracing.build import read_config
     from dtlayout.tracing.building import without_dropout
     from dtlayout.tracing.parts import find_parts
+    from dtlayout.tracing.stage import read_config
 
     config = without_dropout(read_config(model.trace))
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
