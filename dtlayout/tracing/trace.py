@@ -118,7 +118,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         import transformers
     except ImportError as error:
         raise InvalidConfig(
-            f"{_describe_type(config)} is nobody's that is described; to trace it, install transformers: {error}"
+            f"{_describe_type(config)} is not described here; pip install transformers lets it be traced ({error})"
         ) from None
     try:
         parsed = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config(decoder=True)
