@@ -97,7 +97,7 @@ def _applies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
 
 def _spreads(function: str, read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
     """What each rank has whole is repeated for each of its heads."""
-    if function not in ("expand", "expand_as") or made[0].from_end is None:
+    if function not in ("expand", "expand_as", "broadcast_to") or made[0].from_end is None:
         return False
     whole = read[0].whole
     return made[0].from_end >= len(whole) or whole[-1 - made[0].from_end] == 1
@@ -107,8 +107,8 @@ _FILLS = {"zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_li
 """Functions whose results have one value everywhere, or none."""
 _FUNCTIONS: Mapping[Rule, str] = {
     _reshapes: "view reshape unflatten flatten view_as reshape_as",
-    _moves: "transpose permute unsqueeze squeeze expand expand_as contiguous t swapaxes movedim stack clone detach "
-    "repeat_interleave",
+    _moves: "transpose permute unsqueeze squeeze expand expand_as broadcast_to contiguous t "
+    "swapaxes movedim stack clone detach repeat_interleave",
     _cuts: "split chunk getitem get narrow select unbind tensor_split split_with_sizes",
     _passes: "add iadd radd sub isub rsub mul imul rmul div truediv itruediv rtruediv neg pow rpow square sqrt rsqrt "
     "exp cos sin tanh sigmoid silu gelu relu relu6 leaky_relu elu softplus mish hardtanh clamp clip abs maximum "

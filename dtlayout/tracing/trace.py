@@ -143,9 +143,10 @@ def _describe_type(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers warns of, which is meant for those who load weights."""
+    """Without what transformers warns of, which is meant for those who load weights, and without what torch logs of
+    calls that fail."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

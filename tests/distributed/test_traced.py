@@ -26,8 +26,10 @@ FAMILIES = {
     "gemma2": 4,  # kinds of blocks, norms after branches, softcaps, a scaled and tied embedding
     "phi": 4,  # biases everywhere, and of the head
     "youtu": 4,  # latent attention
-    "olmo2": 2,  # norms over all heads: tp is refused
-    "gpt2": 2,  # learned positions, matrices that lie the other way round
+    "olmo2": 4,  # norms over all heads
+    "gpt2": 4,  # learned positions, matrices that lie the other way round and hold queries, keys and values
+    "phi3": 4,  # gate and up in one matrix
+    "mpt": 4,  # a bias of positions for each head, and numbers of heads that its code states
 }
 """Family → number of axes on which it trains."""
 
@@ -61,12 +63,12 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_pat
 
 
 def test_a_wrong_split_is_seen(ranks, tmp_path):
-    """A view with a fixed number of heads, which a trace refuses to split, computes something else."""
+    """A view with the number of all heads computes something else where a rank has some."""
     trace = read_trace(make_small("opt", tmp_path).trace)
-    assert "tp" in trace.whole
+    assert trace.counts.numbers == ("self_attn.num_heads",)
     (tmp_path / "forced.json").write_text(trace.dumps())
     forced = json.loads((tmp_path / "forced.json").read_text())
-    forced["whole"] = {}
+    forced["counts"] = {"numbers": [], "arguments": []}
     (tmp_path / "forced.json").write_text(json.dumps(forced))
     small = read_trace(str(tmp_path / "forced.json")).shape
     assert max(found["tp"] for found in ranks.run(find_differences, small, ["tp"], timeout_s=120)) > 0.01
