@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from launching import launch, losses, read_summary
 from ranks import Ranks
 from tiny import write_tiny
@@ -15,10 +16,16 @@ from dtlayout.cli import main
 from dtlayout.models.files import find_model, trace_model
 from dtlayout.models.proofs import TOLERANCE, find_unproven, read_proof, refuse_unproven, write_proof
 from dtlayout.models.traced import read_trace
+from dtlayout.models.weights import list_weights
+from dtlayout.plans.init import fill_initial
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 from dtlayout.tracing.shrink import shrink
 from dtlayout.training import prove
+from dtlayout.training.build import assemble
 from dtlayout.training.prove import LAYOUTS, find_differences
 
 FAMILIES = {
@@ -50,6 +57,32 @@ def make_small(family: str, folder: Path) -> ModelShape:
     kind = CONFIG_MAPPING[family]()
     config = shrink({**kind.to_dict(), "model_type": family}, [0, 1] * (kind.num_hidden_layers // 2))
     return trace_model(config, folder / "config.json", folder / f"{family}.json")
+
+
+def find_other_initial_weights(small: ModelShape, axes: list[str]) -> list[str]:
+    """Axis and name of each initial weight that has other bits than on one process."""
+    whole = {name: torch.empty(size) for name, size in list_weights(small)}
+    fill_initial(whole.items(), small, seed=3)
+    others, seen = [], set()
+    for axis in axes:
+        built = assemble(
+            small, Batch(global_batch=8, seq_len=16), LAYOUTS[axis], Kernels(), Precision(compute="float32"),
+            seed=3, device_type="cpu",
+        )  # fmt: skip
+        for module in built.modules:
+            for name, weight in module.named_parameters():
+                seen.add(name)
+                if not torch.equal(weight.detach().full_tensor(), whole[small.aliases.get(name, name)]):
+                    others.append(f"{axis} {name}")
+    assert seen and all(weight.std() > 0 for name, weight in whole.items() if weight.dim() > 1)
+    return others
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_initial_weights_have_the_same_bits_in_every_layout(ranks, family, tmp_path):
+    small = make_small(family, tmp_path)
+    axes = [axis for axis in LAYOUTS if family == "gemma2" or axis in ("fsdp", "pp")]
+    assert ranks.run(find_other_initial_weights, small, axes, timeout_s=120) == [[]] * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
