@@ -30,6 +30,7 @@ from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
+from dtlayout.tracing.causality import find_acausal
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
@@ -64,10 +65,10 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         own = config
         if parsed.model_type != config.get("model_type"):  # the part that reads text, of a config with several
             own = {**json.loads(parsed.to_json_string(use_diff=False)), "model_type": parsed.model_type}
-        return replace(
-            _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed),
-            config=own, library=find_version("transformers"),
-        )  # fmt: skip
+        trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed)
+        if reason := find_acausal(own, trace.shape.block_kinds):
+            raise InvalidConfig(reason)
+        return replace(trace, config=own, library=find_version("transformers"))
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
