@@ -284,17 +284,23 @@ def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: 
 
 
 def _name_on_disk(model: nn.Module, name: str) -> str:
-    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head."""
+    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head.
+
+    Its rules are turned round, as they are when it saves. Those inside of a block, which mixtures of experts and models
+    with state have, are left out: none of these models is trained.
+    """
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
     except ImportError:  # before transformers 5 nothing is renamed
         return name
-    for rule in get_checkpoint_conversion_mapping(type(model).__name__) or ():
-        sources: Sequence[str] = getattr(rule, "source_patterns", ())
-        targets: Sequence[str] = getattr(rule, "target_patterns", ())
-        if len(sources) == len(targets) == 1 and targets[0] == f"{name}.":
-            return sources[0].removeprefix("^").replace("\\", "").removesuffix(".")
-    return name
+    if not hasattr(model, "base_model_prefix"):  # a module of one's own
+        return name
+    stored = f"{name}.weight"
+    for rule in reversed(get_model_conversion_mapping(model, add_legacy=False)):  # type: ignore[arg-type]
+        if isinstance(rule, WeightRenaming):
+            stored, _ = rule.reverse_transform().rename_source_key(stored)
+    return stored.removesuffix(".weight")
 
 
 def _find_untrained(parsed: Any, names: Mapping[str, str], whole: dict[str, str]) -> str:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 from toys import TOYS, make_config
-from transformers import T5Config
+from transformers import T5Config, conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -93,6 +94,24 @@ def test_every_parameter_of_a_model_is_in_its_trace_once_and_under_its_own_name(
         assert [each.name for each in stored] == [name for name, _ in list_weights(shape)]
         whole = {each.tensors[0]: each for each in stored if each.piece is None}
         assert all(find_stored_name(shape, each.name) == name for name, each in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "stored"),
+    [
+        (WeightRenaming(r"^(embed|norm)_in\.", r"model.\1_tokens."), "model.embed_tokens", "embed_in"),
+        (PrefixChange(prefix_to_remove="text", model_prefix="model"), "model.layers.1.mlp", "model.text.layers.1.mlp"),
+    ],
+    ids=["choice", "prefix"],
+)
+def test_names_on_disk_follow_rules_with_groups(rule, module, stored, tmp_path, monkeypatch):
+    def find(name: str) -> list[WeightRenaming]:
+        return [rule] if name == "LlamaForCausalLM" else []
+
+    monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", find)
+    shape = keep(make_trace("llama"), tmp_path)
+    assert find_stored_name(shape, f"{module}.weight") == f"{stored}.weight"
+    assert find_stored_name(shape, "lm_head.weight") == "lm_head.weight"
 
 
 @pytest.mark.parametrize(("name", "reason"), NOT_TRACED.items(), ids=list(NOT_TRACED))
