@@ -8,8 +8,7 @@ doi:10.1145/2660193.2660195), the deviate from the inverse of the normal distrib
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,10 +19,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dtlayout.models.families import find_weight
 from dtlayout.models.feed_forward import Mixture
 from dtlayout.models.traced import FAMILY
+from dtlayout.models.weight import Piece
+from dtlayout.models.weights import list_described
 from dtlayout.ops.quantized import QuantizedRows
 from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.tracing.initial import Rule, find_rules
+from dtlayout.tracing.initial import InitialRule, find_rules
 
 INIT_STD = 0.02
 """Standard deviation of every matrix, as in GPT-2 and Llama's published code."""
@@ -74,13 +75,12 @@ def fill_initial(named: Iterable[tuple[str, Tensor | QuantizedWeight]], model: M
     so that it does not grow with depth. An adapter's first matrix has a variance of a third over the number of inputs,
     as in PEFT.
     """
-    rules = find_rules(model.trace)[0] if model.family == FAMILY else {}
+    if model.family == FAMILY and (rules := find_rules(model.trace)[0]):
+        _fill_by_rules(named, model, rules, seed)
+        return
     constants = {"ones": 1.0, "zeros": 0.0}
     stds = {"normal": INIT_STD, "residual": INIT_STD / math.sqrt(2 * model.num_layers)}
     for name, parameter in named:
-        if rules:
-            fill_by_rule(parameter, rules[name], seed, model.aliases.get(name, name))
-            continue
         weight = find_weight(model, name)
         if weight.initial in constants:
             assert isinstance(parameter, Tensor), "matrices alone are quantized"
@@ -88,6 +88,22 @@ def fill_initial(named: Iterable[tuple[str, Tensor | QuantizedWeight]], model: M
         else:
             std = stds.get(weight.initial, 1 / math.sqrt(3 * weight.shape[-1]))
             fill_normal(parameter, std, seed, model.aliases.get(name, name))
+
+
+def _fill_by_rules(
+    named: Iterable[tuple[str, Tensor | QuantizedWeight]],
+    model: ModelShape,
+    rules: Mapping[str, InitialRule],
+    seed: int,
+) -> None:
+    """Fill weights of a traced model; `rules` are by our names of the family's own parameters."""
+    pieces = {f"{block}{each.name}": (block, each.piece) for block, each in list_described(model) if each.piece}
+    for name, parameter in named:
+        own, piece = model.aliases.get(name, name), None
+        if own in pieces:
+            block, piece = pieces[own]
+            own = f"{block}{piece.name}"
+        fill_by_rule(parameter, rules[own], seed, own, piece)
 
 
 def find_part(weight: Tensor | QuantizedWeight) -> tuple[Tensor | QuantizedRows, tuple[int, ...]]:
@@ -109,12 +125,25 @@ def fill_normal(parameter: Tensor | QuantizedWeight, std: float, seed: int, name
     _fill(parameter, seed, name, lambda key, positions: std * _normal(key, positions))
 
 
-def fill_by_rule(parameter: Tensor | QuantizedWeight, rule: Rule, seed: int, name: str) -> None:
-    """Fill a weight, or this rank's part of it, with what its family draws into it, by the deviates of (seed, name)."""
-    _fill(parameter, seed, name, partial(_draw, rule))
+def fill_by_rule(
+    parameter: Tensor | QuantizedWeight, rule: InitialRule, seed: int, name: str, piece: Piece | None = None
+) -> None:
+    """Fill a weight, or this rank's part of it, with what its family draws into it, by the deviates of (seed, name).
+
+    A weight that is a piece of the family's gets what lies there in it; rule and name are those of the whole.
+    """
+
+    def compute(key: int, positions: Tensor) -> Tensor:
+        if piece is not None:
+            width = math.prod(parameter.shape[1:])
+            rows, columns = positions // width + piece.first, positions % width
+            positions = columns * piece.rows + rows if piece.is_transposed else rows * width + columns
+        return _draw(rule, key, positions)
+
+    _fill(parameter, seed, name, compute)
 
 
-def _draw(rule: Rule, key: int, positions: Tensor) -> Tensor:
+def _draw(rule: InitialRule, key: int, positions: Tensor) -> Tensor:
     """Values by a rule, float64, one a position."""
     values = torch.zeros(positions.shape, dtype=torch.float64, device=positions.device)
     for draw in rule:

@@ -50,12 +50,12 @@ class Draw:
     """Element after the last one."""
 
 
-Rule = tuple[Draw, ...]
+InitialRule = tuple[Draw, ...]
 """Draws into a parameter, one after the other. The first one is for all of its elements."""
 
 
 @lru_cache(maxsize=8)
-def find_rules(trace: str) -> tuple[Mapping[str, Rule], str]:
+def find_rules(trace: str) -> tuple[Mapping[str, InitialRule], str]:
     """Our name of each parameter of a traced model → the family's rule; empty, and a reason, where one is not known."""
     try:
         return read_rules(read_config(trace)), ""
@@ -71,7 +71,7 @@ def describe_rules(trace: str) -> str:
     return f"note: initial weights by the rule of described models, since the family's own is not known: {reason}"
 
 
-def read_rules(config: Any) -> dict[str, Rule]:
+def read_rules(config: Any) -> dict[str, InitialRule]:
     """Our name of each parameter of a `PretrainedConfig`'s causal model → the family's rule.
 
     InvalidConfig with a reason of one line if a parameter gets other values than constants and draws.
@@ -108,7 +108,7 @@ class _Watch(TorchDispatchMode):
         self._unknown: dict[int, str] = {}
         self._kept: list[Any] = []
 
-    def read(self, name: str, parameter: Tensor) -> Rule:
+    def read(self, name: str, parameter: Tensor) -> InitialRule:
         """The rule of a parameter; InvalidConfig if it is none."""
         number = _number(parameter)
         rule, reason = self._rules.get(number, []), self._unknown.get(number, "")

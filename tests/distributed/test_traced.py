@@ -59,6 +59,12 @@ def make_small(family: str, folder: Path) -> ModelShape:
     return trace_model(config, folder / "config.json", folder / f"{family}.json")
 
 
+def find_axes(small: ModelShape) -> list[str]:
+    """Axes over which a model is split."""
+    whole = read_trace(small.trace).whole
+    return [axis for axis in LAYOUTS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
+
+
 def find_other_initial_weights(small: ModelShape, axes: list[str]) -> list[str]:
     """Axis and name of each initial weight that has other bits than on one process."""
     whole = {name: torch.empty(size) for name, size in list_weights(small)}
@@ -81,15 +87,14 @@ def find_other_initial_weights(small: ModelShape, axes: list[str]) -> list[str]:
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_initial_weights_have_the_same_bits_in_every_layout(ranks, family, tmp_path):
     small = make_small(family, tmp_path)
-    axes = [axis for axis in LAYOUTS if family == "gemma2" or axis in ("fsdp", "pp")]
+    axes = find_axes(small)
     assert ranks.run(find_other_initial_weights, small, axes, timeout_s=120) == [[]] * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_path):
     small = make_small(family, tmp_path)
-    whole = read_trace(small.trace).whole
-    axes = [axis for axis in LAYOUTS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
+    axes = find_axes(small)
     assert len(axes) == FAMILIES[family]
     for found in ranks.run(find_differences, small, axes, timeout_s=120):
         assert found.keys() == {*axes} and max(found.values()) < TOLERANCE
@@ -161,6 +166,7 @@ def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_fol
     log = tmp_path / "log"
     assert launch(2, config, "--layout.tp=2", "--layout.pp=1", *options, log=log) == 0, log.read_text()
     assert read_summary(run)["outcome"] == "done"
+    assert "initial weights by the rule of gpt_neox" in log.read_text()
     from transformers import AutoModelForCausalLM
 
     _, loading = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
@@ -168,4 +174,5 @@ def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_fol
     again = tmp_path / "again"
     further = [f"--train.init_from={run / 'hf'}", f"--train.run_folder={again}", "--layout.pp=2", "--layout.tp=1"]
     assert launch(2, config, *options, *further, log=log) == 0, log.read_text()
+    assert log.read_text().count("initial weights") == 1  # one file has the lines of both runs
     assert losses(again)[0] < losses(run)[-1] < losses(run)[0] - 0.2

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from dtlayout.models.files import trace_model
+from dtlayout.models.weights import list_described
 from dtlayout.plans.init import fill_by_rule, fill_initial
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.tracing.building import build_model
 from dtlayout.tracing.initial import describe_rules, find_rules, read_rules
 from dtlayout.tracing.parts import find_parts
@@ -55,6 +58,22 @@ def test_a_rule_that_goes_over_a_whole_block_is_read():
         assert stds[f"transformer.h.1.{key}.weight"] == pytest.approx(0.02 / math.sqrt(6), rel=0.08)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "phi3"])
+def test_a_weight_that_is_rows_of_the_familys_gets_what_lies_there(family, tmp_path):
+    """Of matrices that hold several, and in GPT-2 lie the other way."""
+    shape = keep_trace(family, tmp_path)
+    pieces = {f"{block}{each.name}": (block, each) for block, each in list_described(shape) if each.piece}
+    assert len(pieces) > 6
+    weights = {name: torch.empty(each.shape) for name, (_, each) in pieces.items()}
+    fill_initial(weights.items(), shape, 0)
+    for name, (block, each) in pieces.items():
+        whole = torch.empty(each.piece.find_shape(each.shape))
+        own = f"{block}{each.piece.name}"
+        fill_by_rule(whole, find_rules(shape.trace)[0][own], 0, own)
+        assert torch.equal(each.piece.cut(whole, each.shape[0]), weights[name])
+        assert whole.dim() == 1 or whole.std() > 0
+
+
 def patch_rule(patch: pytest.MonkeyPatch, change: Callable[[Tensor], None]) -> None:
     """Let Llama's own rule end with `change` of each parameter."""
     own = LlamaPreTrainedModel._init_weights
@@ -74,11 +93,14 @@ def test_uniform_values_lie_between_their_bounds(monkeypatch):
     assert -0.5 < weight.min() < -0.45 and 1.45 < weight.max() < 1.5 and abs(weight.mean() - 0.5) < 0.06
 
 
+def keep_trace(family: str, folder: Path) -> ModelShape:
+    config = {**make_config(family).to_dict(), "model_type": family}
+    return trace_model(config, folder / "config.json", folder / "trace.json")
+
+
 @pytest.fixture
 def shape(tmp_path):
-    config = {**make_config("llama").to_dict(), "model_type": "llama"}
-    shape = trace_model(config, tmp_path / "config.json", tmp_path / "trace.json")
-    yield shape
+    yield keep_trace("llama", tmp_path)
     find_rules.cache_clear()
 
 
