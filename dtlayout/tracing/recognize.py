@@ -365,7 +365,7 @@ class _Reader:
         widths = (num_heads * head_width, num_kv_heads * head_width, num_kv_heads * made)
         shown = [
             width for each, root, width in zip((queries, keys, values), roots, widths, strict=True)
-            if not each.passes and root == roots[2]
+            if not each.passes and self._name_matrix(root) == self._name_matrix(roots[2])
         ]  # fmt: skip
         total = max(self.linears[roots[2]].outputs, self.linears[roots[2]].rows) if plain else 0
         held = max(0, total - sum(shown))
@@ -378,6 +378,10 @@ class _Reader:
         )  # fmt: skip
         for each in call.makes:
             self.values[each] = Value((ATTENDED,))
+
+    def _name_matrix(self, root: str) -> str:
+        """The module whose matrix a matmul has, or has a piece of."""
+        return (root in self.linears and self.linears[root].part_of) or root
 
     def _count_kv_heads(self, total: int, num_heads: int, seen: int) -> int:
         """Heads of keys, of a matrix that makes `total` heads; attention may see a copy for each query head."""
@@ -448,7 +452,7 @@ class _Reader:
         if find_rms_eps(self.block.get_submodule(norm.module)) is None:
             self.problems.append(f"{norm.module} normalises all heads together, and is no RMSNorm")
             return norm
-        return replace(norm, over_ranks=True)
+        return replace(norm, over_ranks=True, keeps=("cast", "compute"))  # as our RMSNorm does, which takes its place
 
     def _replace(self, before: Linear, after: Linear) -> None:
         self.linears[after.module] = after

@@ -26,7 +26,7 @@ from dtlayout.base.formatting import find_version, first_line
 from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
-from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
+from dtlayout.models.traced import FAMILY, Divided, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
@@ -222,16 +222,14 @@ def _describe(
 ) -> Trace:  # fmt: skip
     """The trace of a model that ran; `parsed` is its `PretrainedConfig`, None for a module of one's own."""
     kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
-    numbers, counts = list[int](), Counts()
+    numbers, divided = list[int](), Divided()
     if len(records) != len(blocks):
         raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
     for one, block, inputs in zip(records, blocks, recorder.inputs, strict=True):
         found = recognize(one, block)
         if found.operations not in kinds and not found.problems:
             split = _split(block, found.operations, inputs, recorder)
-            counts = Counts(
-                *(tuple({**dict.fromkeys(a), **dict.fromkeys(b)}) for a, b in zip(counts, split.counts, strict=True))
-            )
+            divided = divided.join(split.divided)
             problems += [split.problem] * bool(split.problem)
         numbers.append(kinds.setdefault(found.operations, len(kinds)))
         problems += found.problems
@@ -259,7 +257,7 @@ def _describe(
         whole["training"] = "a mixture of experts is traced for predictions alone"
     elif problem := _find_untrained(parsed, sides.names, whole):
         whole["training"] = problem
-    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, counts=counts)
+    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, divided=divided)
 
 
 def _split(
