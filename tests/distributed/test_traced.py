@@ -112,7 +112,7 @@ def test_a_wrong_split_is_seen(ranks, tmp_path):
     assert max(found["tp"] for found in ranks.run(find_differences, small, ["tp"], timeout_s=120)) > 0.01
 
 
-def write_config(folder: Path, family: str = "gpt_neox") -> Path:
+def write_config(folder: Path, family: str = "gpt2") -> Path:
     """A run of a traced model on a tiny corpus."""
     files = write_tiny(folder)
     model = folder / "theirs"
@@ -166,7 +166,7 @@ def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_fol
     log = tmp_path / "log"
     assert launch(2, config, "--layout.tp=2", "--layout.pp=1", *options, log=log) == 0, log.read_text()
     assert read_summary(run)["outcome"] == "done"
-    assert "initial weights by the rule of gpt_neox" in log.read_text()
+    assert "initial weights by the rule of gpt2" in log.read_text()
     from transformers import AutoModelForCausalLM
 
     _, loading = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
