@@ -1,4 +1,4 @@
-"""A block is split over tp where each call of its code can be computed in parts, and refused with the call where not."""
+"""tp splits a block where each call of its code can be computed in parts; where not, the call is named."""
 
 import pytest
 import torch
