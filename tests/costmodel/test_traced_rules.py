@@ -6,6 +6,7 @@ import pytest
 from toys import make_config
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.costmodel.compute import block_tp_s
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.costmodel.scenario import Scenario
@@ -26,7 +27,7 @@ from dtlayout.tracing.trace import trace_config
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, ModelShape]:
     folder, found = tmp_path_factory.mktemp("traces"), {}
-    for family in ("gpt_neox", "olmo2", "doge", "biogpt", "qwen3_moe"):
+    for family in ("gpt_neox", "olmo2", "llama", "doge", "biogpt", "qwen3_moe"):
         config = {**make_config(family).to_dict(), "model_type": family}
         file = folder / f"{family}.json"
         file.write_text(trace_config(config, family).dumps())
@@ -58,6 +59,20 @@ def find_lacks(model: ModelShape, layout: Layout, engine: str = OWN_ENGINE, **pr
 def test_a_layout_is_trained_or_refused_with_the_reason(models, family, layout, precision, reason):
     lacks = find_lacks(models[family], layout, **precision)
     assert any(reason in each for each in lacks) if reason else lacks == []
+
+
+def test_a_norm_over_all_heads_costs_messages_where_tp_splits_them(models):
+    def find_messages_s(family: str, tp: int) -> float:
+        cluster = Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=8, gpus_per_node=8)
+        engine = find_engine(OWN_ENGINE, cluster.gpu.name)
+        scenario = Scenario(
+            model=models[family], batch=Batch(global_batch=8, seq_len=64), cluster=cluster, engine=engine
+        )
+        return sum(block_tp_s(scenario, Layout(tp=tp)))
+
+    # Without: two all-reduces forward and two backward. With: those of queries' and of keys' norms, as often again.
+    assert find_messages_s("olmo2", 2) == pytest.approx(2 * find_messages_s("llama", 2), rel=0.01)
+    assert find_messages_s("olmo2", 1) == 0
 
 
 def test_an_adapter_is_refused_and_another_program_is_not_asked(models):
