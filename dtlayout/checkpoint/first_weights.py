@@ -129,6 +129,8 @@ def _split(
         yield weight.tensors[0], local, offset
     elif weight.unit_dim is not None:
         yield weight.tensors[0], local.unsqueeze(weight.unit_dim), _insert(offset, weight.unit_dim)
+    elif weight.piece is not None:
+        yield weight.tensors[0], local.t() if weight.piece.is_transposed else local, weight.piece.find_place(offset)
     elif not weight.is_stack:
         yield weight.tensors[0], local, offset
     else:

@@ -31,6 +31,7 @@ from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_
 from dtlayout.models.files import find_trained_model, to_hf
 from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights
 from dtlayout.models.stored_names import StoredWeight
+from dtlayout.models.weight import Piece
 from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_stored, make_index, plan_files
 from dtlayout.spec.model_shape import ModelShape
 
@@ -40,9 +41,12 @@ class TensorPlace:
     """Weight and number of an expert that a tensor on disk is, and the format in which it goes out."""
 
     weight: StoredWeight
+    """The weight, the first of several whose rows the tensor joins."""
     number: int
     """The number of the expert in its stack; 0 where there is no stack."""
     dtype: torch.dtype
+    others: tuple[StoredWeight, ...] = ()
+    """The other weights whose rows are in it."""
 
     @property
     def num_bytes(self) -> int:
@@ -141,18 +145,27 @@ def write_tensors(
 def find_places(weights: Iterable[StoredWeight], dtype: torch.dtype) -> dict[str, TensorPlace]:
     """The place of each tensor of a folder; what a step counts stays in float32, in which `transformers` has it."""
     exact = torch.promote_types(dtype, torch.float32)
-    return {
-        name: TensorPlace(weight, number, exact if weight.is_counter else dtype)
-        for weight in weights for number, name in enumerate(weight.tensors)
-    }  # fmt: skip
+    places = dict[str, TensorPlace]()
+    for weight in weights:
+        for number, name in enumerate(weight.tensors):
+            if name in places:
+                places[name] = replace(places[name], others=(*places[name].others, weight))
+            else:
+                places[name] = TensorPlace(weight, number, exact if weight.is_counter else dtype)
+    return places
 
 
 def load_tensors(checkpoint: Path, places: Mapping[str, TensorPlace]) -> dict[str, Tensor]:
     """Tensors out of a checkpoint; experts that follow each other in a stack are read together, into one memory."""
     tensors: dict[str, Tensor] = {}
-    parts = []
+    parts, transposed = [], []
     for _, group in groupby(places.items(), key=lambda item: item[1].weight.name):
         (name, place), *others = group
+        if place.weight.piece is not None:
+            tensors[name], pieces = _join(place)
+            parts += pieces
+            transposed += [name] * place.weight.piece.is_transposed
+            continue
         shape = place.weight.tensor_shape if place.weight.is_stack else place.weight.shape
         memory = torch.empty((1 + len(others), *shape) if place.weight.is_stack else shape, dtype=place.dtype)
         parts.append(Part(place.weight.name, place.number, memory))
@@ -160,7 +173,15 @@ def load_tensors(checkpoint: Path, places: Mapping[str, TensorPlace]) -> dict[st
         each_shape = place.weight.tensor_shape
         tensors |= zip(names, memory, strict=True) if place.weight.is_stack else {name: memory.view(each_shape)}
     load_parts(checkpoint, parts)
-    return tensors
+    return tensors | {name: tensors[name].t().contiguous() for name in transposed}
+
+
+def _join(place: TensorPlace) -> tuple[Tensor, list[Part]]:
+    """Memory for a matrix or a vector that joins the rows of several weights, and the parts that fill it."""
+    assert place.weight.piece is not None, "who joins has pieces"
+    memory = torch.empty((place.weight.piece.rows, *place.weight.shape[1:]), dtype=place.dtype)
+    pieces = [(each.name, each.piece.first, each.shape[0]) for each in (place.weight, *place.others) if each.piece]
+    return memory, [Part(name, 0, memory[first : first + size]) for name, first, size in pieces]
 
 
 def write_config(folder: Path, model: ModelShape, number_format: str, max_seq_len: int | None) -> None:
@@ -193,6 +214,8 @@ def import_weights(source: Path, folder: Path) -> int:
         with (
             OpenFiles() as files
         ):  # for this piece alone: what was read of an open file stays mapped, and counts as memory
+            if weight.piece is not None:
+                return read_piece(weight.tensors[0], weight.piece, rows, files)
             if not weight.is_stack:
                 return read_tensor(weight.tensors[0], rows, files)
             made = torch.empty((rows.stop - rows.start, *weight.tensor_shape), dtype=formats[name])
@@ -200,8 +223,14 @@ def import_weights(source: Path, folder: Path) -> int:
                 row.copy_(read_tensor(tensor, slice(None), files))
             return made
 
-    def read_tensor(name: str, rows: slice, files: OpenFiles) -> Tensor:
-        tensor: Tensor = files.find(stored[name].file).get_slice(name)[rows]
+    def read_piece(name: str, piece: Piece, rows: slice, files: OpenFiles) -> Tensor:
+        rows = slice(piece.first + rows.start, piece.first + rows.stop)
+        if not piece.is_transposed:
+            return read_tensor(name, rows, files)
+        return read_tensor(name, (slice(None), rows), files).t().contiguous()
+
+    def read_tensor(name: str, place: slice | tuple[slice, ...], files: OpenFiles) -> Tensor:
+        tensor: Tensor = files.find(stored[name].file).get_slice(name)[place]
         broken[name] += count_broken(tensor)
         return tensor
 

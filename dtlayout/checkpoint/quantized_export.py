@@ -40,6 +40,11 @@ def check_quantized(model: ModelShape, name: str) -> None:
             f"--quantize {name} cannot store {model.name}, a mixture of experts: transformers joins experts in a "
             f"stack, and opens no stack that is quantized; leave --quantize out"
         )
+    if joined := next((weight for weight in list_stored(model) if weight.piece is not None), None):
+        raise InvalidConfig(
+            f"--quantize {name} cannot store {model.name}: {joined.tensors[0]} is several of our weights, or a "
+            f"transposed one; leave --quantize out"
+        )
     odd = [
         weight for weight in list_stored(model)
         if is_quantized(model, weight) and weight.shape[1] % (chosen.group or 1)

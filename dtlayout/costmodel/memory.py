@@ -21,8 +21,8 @@ from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, 
 from dtlayout.costmodel.scenario import Scenario, count_state_shards, format_sizes, fullest_share, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.families import block_tape, describe
-from dtlayout.models.operations import Weight
 from dtlayout.models.tape import TapeOptions
+from dtlayout.models.weight import Weight
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
 from dtlayout.spec.kernel_records import AttentionKernel, NormKernel, SwigluKernel

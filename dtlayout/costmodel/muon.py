@@ -18,7 +18,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.parameter_groups import ParameterCount
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
 from dtlayout.models.families import describe
-from dtlayout.models.operations import Weight
+from dtlayout.models.weight import Weight
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

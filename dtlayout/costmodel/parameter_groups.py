@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.scenario import count_expert_shards, count_state_shards
 from dtlayout.models.families import describe
-from dtlayout.models.operations import Weight
+from dtlayout.models.weight import Weight
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.plans.plan import gathers_scaled
 from dtlayout.spec.base_format import BASE_FORMATS

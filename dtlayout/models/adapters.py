@@ -13,9 +13,10 @@ from typing import Literal
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, Operation
-from dtlayout.models.operations import Linear, Norm, SelfAttention, Weight
+from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import BlockTensor, TapeEntry, TapeOptions
+from dtlayout.models.weight import Weight
 from dtlayout.spec.adapter import IA3_INPUTS, IA3_TARGETS, Adapter
 
 

@@ -24,9 +24,9 @@ from dtlayout.models.operations import (
     Residual,
     Rotary,
     SelfAttention,
-    Weight,
 )
 from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import BlockVariant, LatentAttention, ModelShape
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"

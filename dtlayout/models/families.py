@@ -13,12 +13,12 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.adapters import adapt, find_unmatched
 from dtlayout.models.description import Description
 from dtlayout.models.family import Family, WindowRule
-from dtlayout.models.operations import Weight
 from dtlayout.models.planned_families import PLANNED
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.stored_names import MIXTRAL_NAMES
 from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, end_gradients, join
 from dtlayout.models.traced import FAMILY, describe_traced
+from dtlayout.models.weight import Weight
 from dtlayout.spec.base_format import SCALE
 from dtlayout.spec.model_shape import ModelShape
 

@@ -26,7 +26,7 @@ def fingerprint_weights(folder: Path, model: ModelShape) -> str:
     InvalidConfig if a file cannot be read.
     """
     stored = find_weights(folder)
-    names = sorted(name for weight in list_stored(model.base) for name in weight.tensors if name in stored)
+    names = sorted({name for weight in list_stored(model.base) for name in weight.tensors if name in stored})
     by_file = defaultdict[Path, list[str]](list)
     for name in names:
         by_file[stored[name].file].append(name)

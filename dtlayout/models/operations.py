@@ -7,59 +7,14 @@ The residual stream is as wide as the model and, under sequence parallelism, spl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from typing import ClassVar, Literal
 
 from dtlayout.models.tape import GATHERED, HIDDEN, INPUT, BlockTensor, TapeEntry, TapeOptions
+from dtlayout.models.weight import Piece, Weight
 from dtlayout.spec.recompute import Kept
-from dtlayout.spec.roles import Role
 
 ATTENDED = "self_attn.attended"
 """Name of attention's result on a tape."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter: its name, shape and role, and whether it is trained."""
-
-    name: str
-    """The parameter's name in HF's state dict: inside a block from there on, else whole."""
-    shape: tuple[int, ...]
-    """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
-    initial: Literal["normal", "residual", "fan-in", "ones", "zeros"]
-    """Initial values; "residual" are normal ones of a matrix that writes into the residual stream, "fan-in" normal ones
-    whose deviation follows from the number of inputs."""
-    role: Role
-    """The weight's part in the model, by which optimizers share the weights and decide what decays."""
-    split: Literal[0, 1] | None = None
-    """The dimension that tp splits; None where each rank has all of it."""
-    is_of_experts: bool = False
-    """Whether it is a stack, with a matrix or a vector for each expert, which ep splits and tp does not."""
-    trains: bool = True
-    """Whether it is trained; a frozen weight has no gradient, no optimizer state and no reduction."""
-    is_counter: bool = False
-    """Whether no gradient moves it, but what a step counts: each rank has all of it, in fp32 or finer."""
-
-    @property
-    def numel(self) -> int:
-        """Parameters, over all tp ranks."""
-        return prod(self.shape)
-
-    @property
-    def can_be_quantized(self) -> bool:
-        """True for a frozen matrix of a linear layer that tp can split: `precision.base` may store it in few bits."""
-        return not self.trains and self.role == "matrix" and self.split is not None
-
-    def is_scaled(self, alignment: int) -> bool:
-        """True for a matrix of a `Linear` that multiplies in `precision.matmuls`; `alignment` is as for that."""
-        is_linear = self.role == "matrix" and self.split is not None
-        return is_linear and all(size % alignment == 0 for size in self.shape)
-
-    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """The weight's shape on each of `tp` ranks, an expert's on each of `ep`."""
-        if self.is_of_experts:
-            return (self.shape[0] // ep, *self.shape[1:])
-        return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
 
 
 class BaseOperation:
@@ -108,6 +63,8 @@ class Norm(BaseOperation):
     keeps: tuple[Literal["input", "cast", "exact", "compute"], ...] = ()
     """Tensors that a model's own code keeps: the input, a copy of it in the exact format, others in the exact or the
     compute format. Empty where `kernels.norm` computes it."""
+    over_ranks: bool = False
+    """Whether it normalises all that a branch has between its matmuls, of which tp's ranks add up their squares."""
     beside: str = ""
     """A norm before it that reads the same tensor of the stream, which is kept once."""
 
@@ -129,18 +86,19 @@ class Norm(BaseOperation):
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """One factor for each element of what is normalised, and one term where it has a bias."""
         shape, initial = (self.width // max(1, self.num_heads),), {"weight": self.initial, "bias": "zeros"}
+        split: Literal[0] | None = 0 if self.over_ranks else None
         return tuple(
-            Weight(f"{self.module}.{name}", shape, initial[name], "vector", trains=self.trains)
+            Weight(f"{self.module}.{name}", shape, initial[name], "vector", split, trains=self.trains)
             for name in self.parameters
         )
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One kernel, which keeps its input and a number for each row; or separate operations, with exact copies."""
-        tensor = partial(BlockTensor, spread="branch" if self.is_of_heads else "stream")
+        tensor = partial(BlockTensor, spread="branch" if self.is_of_heads or self.over_ranks else "stream")
         read, made = tensor(self.reads, self.width), tensor(self.module, self.width)
         exact = tensor(f"{self.module}.exact", self.width, format="exact")
         # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
-        is_made = self.is_of_heads or self.closes_branch
+        is_made = self.is_of_heads or self.over_ranks or self.closes_branch
         kept = read if is_made else read._replace(name=f"{self.module}{INPUT}")
         if self.beside and not is_made:
             kept = kept._replace(name=f"{self.beside}{INPUT}")
@@ -227,8 +185,14 @@ class Linear(BaseOperation):
     """Whether its result is a variable of a module's forward, as in `TapeEntry`."""
     trains: bool = True
     """Whether its weights are trained."""
+    part_of: str = ""
+    """The model's own module, where it is not this one: it has other matrices below this one, or a transposed one."""
+    first: int = 0
+    """The first row of that module's matrix that is this one's."""
+    rows: int = 0
+    """Rows of that module's matrix; 0 without one."""
     is_transposed: bool = False
-    """True if its matrix has a row for each input, as in GPT-2; others have one for each output."""
+    """True if that module's matrix has a row for each input, as in GPT-2; others have one for each output."""
 
     @property
     def is_split(self) -> bool:
@@ -249,13 +213,19 @@ class Linear(BaseOperation):
     def own_weights(self) -> tuple[Weight, ...]:
         """The weights of the matmul itself, without those of an adapter beside it."""
         rows: Literal[0] | None = 0 if self.style == "colwise" else None
-        shape = (self.inputs, self.outputs) if self.is_transposed else (self.outputs, self.inputs)
         matrix = Weight(
-            f"{self.module}.weight", shape, "residual" if self.style == "rowwise" else "normal",
+            f"{self.module}.weight", (self.outputs, self.inputs), "residual" if self.style == "rowwise" else "normal",
             "matrix", 1 if self.style == "rowwise" else rows, trains=self.trains,
+            piece=self._find_piece("weight", is_transposed=self.is_transposed),
         )  # fmt: skip
-        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", "vector", rows, trains=self.trains)
+        bias = Weight(
+            f"{self.module}.bias", (self.outputs,), "zeros", "vector", rows, trains=self.trains,
+            piece=self._find_piece("bias"),
+        )  # fmt: skip
         return (matrix, bias) if self.bias else (matrix,)
+
+    def _find_piece(self, name: str, *, is_transposed: bool = False) -> Piece | None:
+        return Piece(f"{self.part_of}.{name}", self.first, self.rows, is_transposed) if self.part_of else None
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """A matmul of what tp has gathered, of a part of it, or of a branch; this is followed by a sum over tp."""

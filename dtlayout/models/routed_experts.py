@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from dtlayout.models.operations import BaseOperation, Weight, name_trained, record_activation
+from dtlayout.models.operations import BaseOperation, name_trained, record_activation
 from dtlayout.models.tape import BlockTensor, TapeEntry, TapeOptions
+from dtlayout.models.weight import Weight
 
 
 @dataclass(frozen=True)

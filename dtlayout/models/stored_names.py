@@ -7,7 +7,7 @@ block. Experts are one stack here, [experts, outputs, inputs], and on disk a ten
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dtlayout.models.operations import Weight
+from dtlayout.models.weight import Piece, Weight
 
 NUMBER = "*"
 """Stands for the number of an expert in a name on disk."""
@@ -41,12 +41,16 @@ class StoredWeight:
     """Whether each expert has a tensor of its own."""
     is_counter: bool
     """Whether a step counts it, so that a format that is coarser than float32 would spoil it."""
+    piece: Piece | None = None
+    """Where it lies in its tensor, which holds more than this weight, or holds it transposed."""
     unit_dim: int | None = None
     """Dimension of size 1 that the tensor on disk has beside the weight's, as the vectors of an adapter have one."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor on disk."""
+        if self.piece is not None:
+            return self.piece.find_shape(self.shape)
         if self.unit_dim is not None:
             return (*self.shape[: self.unit_dim], 1, *self.shape[self.unit_dim :])
         return self.shape[1:] if self.is_stack else self.shape
@@ -54,9 +58,9 @@ class StoredWeight:
 
 def store(weight: Weight, block: str, table: Mapping[str, str]) -> StoredWeight:
     """The weight with its tensors by a family's table; `block` is the prefix of its name, empty outside of blocks."""
-    pattern = table.get(weight.name, weight.name) if block else weight.name
+    name = weight.name if weight.piece is None else weight.piece.name
+    pattern = table.get(name, name) if block else name
     is_stack = NUMBER in pattern
     names = [pattern.replace(NUMBER, str(i)) for i in range(weight.shape[0])] if is_stack else [pattern]
-    return StoredWeight(
-        f"{block}{weight.name}", weight.shape, tuple(f"{block}{name}" for name in names), is_stack, weight.is_counter
-    )
+    tensors = tuple(f"{block}{each}" for each in names)
+    return StoredWeight(f"{block}{weight.name}", weight.shape, tensors, is_stack, weight.is_counter, weight.piece)

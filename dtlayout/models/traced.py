@@ -12,21 +12,31 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import parse_json
 from dtlayout.models.description import Description, Operation
-from dtlayout.models.operations import Norm, Weight
+from dtlayout.models.operations import Norm
+from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import ModelShape
 
 FAMILY = "transformers"
 """Family of the models that were traced."""
 MARK = "dtlayout_trace"
 """Key by which a trace's file is known; its value is the version of the format."""
-VERSION = 2
+VERSION = 3
 _OPERATIONS = {kind.__name__: kind for kind in get_args(Operation)}
+
+
+class Counts(NamedTuple):
+    """What a block's code asks of whole attention, and each rank has a part of."""
+
+    numbers: tuple[str, ...] = ()
+    """Numbers of heads or of their elements, such as self_attn.num_heads or self_attn.config.num_heads."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of a block with a part for each head, such as alibi."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +55,14 @@ class Trace:
     """Axis of a layout, such as tp → reason why the trainer cannot split the model over it."""
     names: Mapping[str, str]
     """Our module, such as "model.layers" → the model's own name of it."""
+    counts: Counts = Counts()  # noqa: RUF009
+    """What its blocks' code asks of whole attention, and tp splits."""
 
     def dumps(self) -> str:
         """The text of the trace's file."""
         content = {
             MARK: VERSION, "transformers": self.library, "model": _known(asdict(self.shape)),
-            "whole": dict(self.whole), "names": dict(self.names),
+            "whole": dict(self.whole), "names": dict(self.names), "counts": self.counts._asdict(),
             "kinds": [_write(each) for each in self.kinds], "config": dict(self.config),
         }  # fmt: skip
         return json.dumps(content, indent=1, sort_keys=False) + "\n"
@@ -128,6 +140,7 @@ def parse_trace(content: Mapping[str, Any], path: str) -> Trace:
             library=content["transformers"],
             whole=content["whole"],
             names=content["names"],
+            counts=Counts(**{key: tuple(value) for key, value in content["counts"].items()}),
         )
     except (KeyError, TypeError) as error:
         raise InvalidConfig(f"model.trace={path!r} is damaged: {error}; trace the model again") from None

@@ -18,11 +18,11 @@ from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_file
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_trained_model
-from dtlayout.models.operations import Weight
 from dtlayout.models.peft import find_base_folder, find_peft_problems, is_peft, read_adapter
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
 from dtlayout.models.stored_names import StoredWeight, store
 from dtlayout.models.traced import find_stored_name
+from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 
 FILE_BYTES = 2 << 30

@@ -50,7 +50,8 @@ from dtlayout.spec.recompute import Recompute
 TensorStyle = Literal[
     "colwise", "rowwise", "rowwise-scatter", "rowwise-scatter-cast", "rowwise-overlap", "embedding",
     "embedding-scatter", "input", "input-gather", "input-gather-cast", "input-overlap", "sequence", "head",
-    "head-gather", "head-norm", "replicated", "rowwise-term", "scale", "scale-split", "parts",
+    "head-gather", "head-norm", "replicated", "rowwise-term", "scale", "scale-split", "norm-split",
+    "traced", "traced-sequence",
 ]  # fmt: skip
 
 
@@ -237,12 +238,14 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
             match operation:
                 case Norm(parameters=()):  # nothing of it is split, and it has no gradient
                     continue
+                case Norm(over_ranks=True):
+                    styles[f"{blocks}.{operation.module}"] = "norm-split"
                 case Norm() if operation.is_of_heads or operation.reads in inner:
                     styles[f"{blocks}.{operation.module}"] = "head-norm"
                 case Norm() if scatter:
                     styles[f"{blocks}.{operation.module}"] = "sequence"
                 case Linear(style="colwise"):
-                    branch = operation.module.rpartition(".")[0]
+                    branch = (operation.part_of or operation.module).rpartition(".")[0]
                     styles.setdefault(f"{blocks}.{branch}", opening)
                     styles[f"{blocks}.{operation.module}"] = "colwise"
                 case Linear(style="rowwise"):
@@ -255,8 +258,8 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
         described = describe(model)
         beside = (each for each in (*described.beside_embedding, *described.after_blocks) if each.split is None)
         styles |= dict.fromkeys((each.name.rpartition(".")[0] for each in beside), "sequence")
-        if model.family == FAMILY:
-            styles[""] = "parts"
+    if model.family == FAMILY:
+        styles[""] = "traced-sequence" if scatter else "traced"
     return styles | {HEAD: "head-gather" if scatter else "head"}
 
 

@@ -205,6 +205,26 @@ class _ShardedRMSNorm(RMSNorm):
         return self.function(x, local(self.weight, Partial()), self.eps)
 
 
+class SplitNorm(ParallelStyle):
+    """Style of an RMSNorm over all that tp splits: ranks add up their squares, one number a token, both ways."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _SplitRMSNorm
+        assert isinstance(module, _SplitRMSNorm), "the style is for an RMSNorm"
+        module.group = Group.of(device_mesh)
+        return _distribute(module, device_mesh, weight=Shard(0))
+
+
+class _SplitRMSNorm(RMSNorm):
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = replicate(all_reduce(exact.pow(2).sum(-1, keepdim=True), self.group), self.group)
+        scale = torch.rsqrt(squares / (x.shape[-1] * self.group.size) + self.eps)
+        return local(self.weight) * (exact * scale).to(x.dtype)
+
+
 class _ReplicatedLinear(SplittableLinear):
     """A linear layer that each rank has whole and whose weight's gradient is a term of a sum over tp.
 
@@ -230,11 +250,15 @@ class _LocalScale(ScaleVector):
         return x * local(self.weight)
 
 
-class SequenceParts(ParallelStyle):
-    """Style of a whole model that must know which part of each sequence its hidden states are (`TracedModel`)."""
+class TracedRank(ParallelStyle):
+    """Style of a whole model whose own code must know which heads it has, and which part of each sequence."""
+
+    def __init__(self, *, sequence: bool):
+        super().__init__()
+        self.sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.tp_shards, module.tp_shard = device_mesh.size(), device_mesh.get_local_rank()  # type: ignore[assignment]
+        module.split(device_mesh.size(), device_mesh.get_local_rank(), sequence=self.sequence)  # type: ignore[operator]
         return module
 
 
@@ -351,9 +375,11 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": PartialNorm,
+    "norm-split": SplitNorm,
     "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate(), bias=Replicate()),
     "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
     "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),
-    "parts": SequenceParts,
+    "traced": lambda: TracedRank(sequence=False),
+    "traced-sequence": lambda: TracedRank(sequence=True),
     "scale-split": lambda: Placed(_LocalScale, weight=Shard(0)),
 }

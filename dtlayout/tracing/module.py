@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.description import Operation
+from dtlayout.models.traced import Counts
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import Head
 from dtlayout.spec.kernels import Kernels
 from dtlayout.tracing.attention import NAME, bind_kernel
 from dtlayout.tracing.building import build_model
 from dtlayout.tracing.parts import ModelParts, find_parts
-from dtlayout.tracing.shell import Shell, compute_tables, own_tables
+from dtlayout.tracing.refit import divide, refit
+from dtlayout.tracing.shell import Shell, compute_tables, cut_heads, own_tables
 
 
 class TracedModel(nn.Module):
@@ -45,8 +48,13 @@ class TracedModel(nn.Module):
         embedding: bool = True,
         head: bool = True,
         dtype: torch.dtype = torch.float32,
+        operations: Sequence[Sequence[Operation]] = (),
+        counts: Counts = Counts(),  # noqa: B008
     ):
         """`config` is a `PretrainedConfig`; `layers` are the blocks to hold, all by default.
+
+        `operations` are those of each block of the model, by which it is refitted, and `counts` what tp splits of its
+        code; without them blocks stay as they are.
 
         InvalidConfig for models that are no plain decoder, and for those with a table of positions that is shorter
         than `max_seq_len`.
@@ -61,6 +69,9 @@ class TracedModel(nn.Module):
             )
         matrix = model.get_output_embeddings()
         blocks = range(self.parts.num_blocks) if layers is None else layers
+        for number in blocks if operations else ():
+            refit(model.get_submodule(f"{self.parts.blocks}.{number}"), operations[number])
+        self.counts, self.num_heads = counts, config.num_attention_heads
         self.model = TracedDecoder(model, self.parts, kernels, blocks, embedding=embedding, norm=head, dtype=dtype)
         self.lm_head = None
         if head:
@@ -85,6 +96,18 @@ class TracedModel(nn.Module):
             raise InvalidConfig("data.document_mask keeps documents apart in described models alone; use false")
         h_BSD = self.model(x, self.tp_shards, self.tp_shard)
         return h_BSD if self.lm_head is None else self.lm_head(h_BSD, targets, num_targets)
+
+    def split(self, parts: int, part: int, *, sequence: bool) -> None:
+        """Make this the model of one of `parts` ranks of tp, whose hidden states are with `sequence` a part of it."""
+        if sequence:
+            self.tp_shards, self.tp_shard = parts, part
+        for block in self.model.layers.values():
+            divide(block, self.counts.numbers, parts)
+
+        def cut(name: str, value: Any) -> Any:
+            return cut_heads(value, self.num_heads, parts, part) if name in self.counts.arguments else value
+
+        self.model.shell.cut = cut
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Put tables, such as rotary frequencies, on a device, by default that of the parameters; not on meta."""

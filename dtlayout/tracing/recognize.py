@@ -6,8 +6,9 @@ result, follows how tp splits it: what opens a branch is split by outputs, what 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -28,6 +29,8 @@ from dtlayout.models.operations import (
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import HIDDEN
 from dtlayout.tracing.kept import count_kept, name_kept
+from dtlayout.tracing.norms import find_rms_eps
+from dtlayout.tracing.pieces import Range, find_pieces, find_range
 from dtlayout.tracing.record import EXPERTS, BlockRecord, Call
 
 _VIEWS = {
@@ -37,7 +40,6 @@ _VIEWS = {
     "view_as", "get", "reshape_as", "stack", "cat", "repeat",
 }  # fmt: skip
 """Functions whose results hold elements of their inputs. Copies among them cost a pass that is left out."""
-_CUTS = {"split", "chunk", "tensor_split", "split_with_sizes", "getitem"}
 _NORMS = {"rsqrt", "layer_norm", "rms_norm"}
 _SUMS = {"add", "iadd", "radd"}
 _ATTENTION = "scaled_dot_product_attention"
@@ -69,15 +71,25 @@ class _Branches(NamedTuple):
 
 def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
     """The operations of a block, with a reason for each thing that tp cannot split; InvalidConfig where a parameter is
-    used in a way that nobody knows."""
+    used in a way that nobody knows.
+
+    A matrix that holds gate and up, or queries, keys and values, becomes an operation for each of them.
+    """
     reader = _Reader(record, block)
     operations = reader.read()
+    if reader.joined:
+        reader = _Reader(record, block, reader.joined)
+        operations = reader.read()
     return _Branches(operations, tuple(dict.fromkeys(reader.problems)), tuple(reader.sequence_problems))
 
 
 class _Reader:
-    def __init__(self, record: BlockRecord, block: nn.Module):
-        self.record, self.block = record, block
+    def __init__(
+        self, record: BlockRecord, block: nn.Module, cut: Mapping[str, Sequence[Range]] = MappingProxyType({})
+    ):
+        self.record, self.block, self.cut = record, block, cut
+        self.joined = dict[str, Sequence[Range]]()
+        """Matmul → its pieces, of those that an operation for each piece would let tp split."""
         self.parameters = dict(record.parameters)
         self.values: dict[int, Value] = {record.enters: Value((HIDDEN,))}
         self.operations: list[Operation] = []
@@ -91,10 +103,6 @@ class _Reader:
         self.problems: list[str] = []
         self.sequence_problems: list[str] = []
         self.used: set[str] = set()
-        self.cut: set[str] = set()
-        """Matmuls whose results are cut into pieces before they have heads."""
-        self.fixed: set[str] = set()
-        """Matmuls, or attention, whose results get a number of heads that is not left to the tensor's size."""
         self.hidden_size = record.shapes[record.enters][-1]
         by_module: dict[str, set[str]] = {}
         for call in record.calls:
@@ -130,7 +138,6 @@ class _Reader:
             self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
         elif call.function == "addmm":
             self._read_linear(call, call.reads[1], call.reads[2], call.reads[:1], is_transposed=True)
-            self.problems.append(f"{call.module} is no nn.Linear: its matrix lies the other way round")
         elif call.function in _NORMS & {"layer_norm", "rms_norm"}:
             self._read_norm([call])
         elif call.function == EXPERTS:
@@ -170,21 +177,17 @@ class _Reader:
         scores = next((each for each in known if each.is_scores), None)
         made = Value(sources, passes, rotated, scores is not None, scores.of_scores if scores else ())
         for each in call.makes:
-            self.values[each] = made
-        self._note_shape(call, known)
+            self.values[each] = self._find_piece(each, sources) or made
 
-    def _note_shape(self, call: Call, known: Sequence[Value]) -> None:
-        """Note how the result of a matmul gets heads, or that of attention loses them."""
-        if len(known) != 1 or len(known[0].sources) != 1:
-            return
-        entered = next(each for each in call.reads if each in self.values)
-        before, after = (self.record.shapes[each] for each in (entered, call.makes[0]))
-        if call.function in _CUTS and len(before) == 3 and len(call.makes) > 1:
-            self.cut.add(known[0].sources[0])
-        if call.function in ("view", "reshape", "unflatten") and len(before) != len(after):
-            sizes, place = call.numbers, min(len(before), len(after)) - 1  # that of the heads, or of all their elements
-            is_open = sizes[place] == -1 if len(sizes) == len(after) else -1 in sizes
-            self.fixed.update(known[0].sources[:1] * (not is_open))
+    def _find_piece(self, tensor: int, sources: Sequence[str]) -> Value | None:
+        """A view of one piece of a matmul that is cut; None for other tensors."""
+        for module, pieces in self.cut.items():
+            names = [f"{module}.{number}" for number in range(len(pieces))]
+            shown = find_range(self.record, tensor, self.results[names[0]]) if {*sources} == {*names} else None
+            for name, piece in zip(names, pieces, strict=True):
+                if shown and piece.holds(shown):
+                    return Value((name,))
+        return None
 
     def _count_heads(self, tensor: int) -> tuple[int, int]:
         """Heads and width of a tensor with a width for each head of each token."""
@@ -218,9 +221,9 @@ class _Reader:
         if norm.reads == HIDDEN:
             norm = replace(norm, beside=self.reads_stream)
             self.reads_stream = self.reads_stream or module
-        self.operations.append(norm)
         if norm.reads == ATTENDED or norm.reads.endswith(".active"):
-            self.problems.append(f"{module} normalises all that a branch has between its matmuls")
+            norm = self._spread(norm)
+        self.operations.append(norm)
         self.used.update(parameters)
         self.values[calls[-1].makes[0]] = Value((module,), rotated=value.rotated)
 
@@ -236,12 +239,20 @@ class _Reader:
         outputs = self.record.shapes[call.makes[0]][-1]
         has_bias = any(each in self.parameters for each in bias)
         reads = self._name_read(self.values[entered], inputs, module, entered)
-        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias, is_transposed=is_transposed)
-        self.linears[module], self.results[module] = linear, call.makes[0]
-        self.operations.append(linear)
+        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias)
+        joined = replace(linear, part_of=module, rows=outputs, is_transposed=is_transposed)
+        made = [joined if is_transposed else linear]
+        if module in self.cut:
+            made = [
+                replace(joined, module=f"{module}.{number}", outputs=piece.width, first=piece.first)
+                for number, piece in enumerate(self.cut[module])
+            ]
+        for each in made:
+            self.linears[each.module], self.results[each.module] = each, call.makes[0]
+        self.operations += made
         self.consumers.setdefault(reads, set()).add("linear")
         self.used.update(self.parameters[each] for each in (weight, *bias) if each in self.parameters)
-        self.values[call.makes[0]] = Value((module,))
+        self.values[call.makes[0]] = Value(tuple(each.module for each in made))
 
     def _name_read(
         self, value: Value, width: int, reader: str, entered: int | None = None, *, is_norm: bool = False
@@ -270,7 +281,7 @@ class _Reader:
         if total not in (width, 2 * width):
             self.problems.append(f"{', '.join(opened)} make {total} elements of which {width} go on")
         if is_gated and len(opened) == 1:
-            self.problems.append(f"{opened[0]} holds gate and up in one matrix")
+            self._join(opened[0], "gate and up")
         names = () if [*opened] in usual and len(opened) == 1 + is_gated else tuple(opened)
         own, keeps_opened = 0, True
         if entered is not None:
@@ -348,7 +359,8 @@ class _Reader:
             width for each, root, width in zip((queries, keys, values), roots, widths, strict=True)
             if not each.passes and root == roots[2]
         ]  # fmt: skip
-        held = max(0, self.linears[roots[2]].outputs - sum(shown)) if plain else 0
+        total = max(self.linears[roots[2]].outputs, self.linears[roots[2]].rows) if plain else 0
+        held = max(0, total - sum(shown))
         held += num_heads * made * bool(asked.get("copies"))
         self.operations.append(
             SelfAttention(
@@ -397,21 +409,28 @@ class _Reader:
         ]  # fmt: skip
         for norm in norms:  # of heads: they come after all projections, in whatever order the module calls them
             self.operations.remove(norm)
-            self.operations.append(norm)
-            if not norm.is_of_heads:
-                self.problems.append(f"{norm.module} normalises all heads together")
+            self.operations.append(norm if norm.is_of_heads else self._spread(norm))
         if len(set(roots)) == 3:
             for root, local, fuses in zip(roots, (True, True, False), (False, True, True), strict=True):
                 if root in self.linears:
                     self._replace(self.linears[root], replace(self.linears[root], is_local=local, fuses=fuses))
-        self.problems += [
-            f"{root} holds several of queries, keys and values in one matrix, one after the other"
-            for root in dict.fromkeys(roots)
-            if root in self.cut and roots.count(root) > 1
-        ]
-        self.problems += [
-            f"{root} makes a fixed number of heads" for root in dict.fromkeys(roots) if root in self.fixed
-        ]
+        for root in dict.fromkeys(roots):
+            if roots.count(root) > 1 and root in self.linears and find_pieces(self.record, self.results[root]):
+                self._join(root, "several of queries, keys and values")
+
+    def _join(self, module: str, what: str) -> None:
+        """Note that a matrix holds what several matrices usually do, one after the other."""
+        if pieces := find_pieces(self.record, self.results[module]):
+            self.joined[module] = pieces
+        else:
+            self.problems.append(f"{module} holds {what} in one matrix")
+
+    def _spread(self, norm: Norm) -> Norm:
+        """The norm of what tp splits, whose squares ranks add up."""
+        if find_rms_eps(self.block.get_submodule(norm.module)) is None:
+            self.problems.append(f"{norm.module} normalises all heads together, and is no RMSNorm")
+            return norm
+        return replace(norm, over_ranks=True)
 
     def _replace(self, before: Linear, after: Linear) -> None:
         self.linears[after.module] = after
@@ -455,8 +474,6 @@ class _Reader:
 
     def _add_rest(self) -> None:
         """Vectors that passes read, such as scales of a branch, become an operation at the end of the block."""
-        if ATTENDED in self.fixed:
-            self.problems.append("attention's result is joined to a fixed width")
         rest = [(name, tuple(each.shape)) for name, each in self.block.named_parameters() if name not in self.used]
         unread = [name for name, shape in rest if len(shape) > 1]
         if unread:
@@ -474,7 +491,8 @@ class _Reader:
         readers = self.consumers.get(operation.module, set())
         norms = [each for each in self.operations if isinstance(each, Norm) and each.reads == operation.module]
         readers = readers | {word for each in norms for word in self.consumers.get(each.module, set())}
-        if _is_closing(operation) and "stream" in readers:
+        spread = {each.module for each in self.operations if isinstance(each, Norm) and each.over_ranks}
+        if (_is_closing(operation) or operation.reads in spread) and "stream" in readers:
             return replace(operation, style="rowwise")
         if readers & {"attention", "activation"} and "linear" not in readers:
             if "." not in operation.module:

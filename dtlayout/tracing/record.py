@@ -7,14 +7,15 @@ operators.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import first_line
@@ -40,6 +41,19 @@ class Call:
     """Tensors that it returned, by number; one that it changed in place is its own result."""
     numbers: tuple[Any, ...]
     """Whole numbers among its arguments, such as the sizes of a view."""
+    factors: tuple[float, ...] = ()
+    """Other numbers among its arguments."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a piece of memory that it may share with others."""
+
+    memory: int
+    """Number of the memory."""
+    first: int
+    """Element of the memory that is the tensor's first."""
+    strides: tuple[int, ...]
+    """Elements from an index to the next one, for each dimension."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,8 @@ class BlockRecord:
     """Result of attention → what the model asked for: window, softcap, sinks."""
     num_tokens: int
     """Tokens that the model ran on."""
+    places: Mapping[int, "Place"] = field(default_factory=dict)
+    """Tensor → where it lies in memory."""
     exact: frozenset[int] = frozenset()
     """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""
 
@@ -78,28 +94,44 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.blocks: list[BlockRecord] = []
         self.num_tokens = 0
+        self.fake: FakeTensorMode | None = None
+        """The mode of the tensors that the model ran on."""
         self._kept: dict[int, Tensor] = {}
         self._calls: list[Call] | None = None
         self._modules: list[str] = []
         self._attention: dict[int, Mapping[str, Any]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of each block, in the order of their calls."""
 
     def watch(self, blocks: Sequence[nn.Module]) -> None:
         """Record what each of these modules does."""
         for block in blocks:
             for name, module in block.named_modules():
-                module.register_forward_pre_hook(lambda _, __, name=name: self._modules.append(name))
-                module.register_forward_hook(lambda _, __, ___: self._leave())
+                self._hooks += [
+                    module.register_forward_pre_hook(lambda _, __, name=name: self._modules.append(name)),
+                    module.register_forward_hook(lambda _, __, ___: self._leave()),
+                ]
             for name, module in block.named_modules():
                 if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
                     module.forward = partial(self._note_experts, name)
-            block.register_forward_pre_hook(self._begin, with_kwargs=True)
-            block.register_forward_hook(self._end, with_kwargs=True, always_call=False)
+            self._hooks += [
+                block.register_forward_pre_hook(self._begin, with_kwargs=True),
+                block.register_forward_hook(self._end, with_kwargs=True, always_call=False),
+            ]
+
+    def release(self) -> None:
+        """Record nothing more of the blocks that were watched."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _leave(self) -> None:
         self._modules.pop()
 
     def _begin(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._calls, self._attention = [], {}
+        self.inputs.append((inputs, named))
         self._parameters = {id(parameter): name for name, parameter in block.named_parameters()}
 
     def _end(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
@@ -110,6 +142,7 @@ class Recorder(TorchFunctionMode):
         seen = {id(entered), id(left), *(each for call in self._calls for each in (*call.reads, *call.makes))}
         self._kept |= {id(entered): entered, id(left): left}
         shapes = {each: tuple(self._kept[each].shape) for each in seen}
+        places = {each: _find_place(self._kept[each]) for each in seen}
         parameters = {each: self._parameters[each] for each in seen if each in self._parameters}
         self.blocks.append(
             BlockRecord(
@@ -120,6 +153,7 @@ class Recorder(TorchFunctionMode):
                 parameters,
                 dict(self._attention),
                 self.num_tokens,
+                places,
                 frozenset(each for each in seen if self._kept[each].dtype in (torch.float32, torch.float64)),
             )
         )
@@ -146,9 +180,10 @@ class Recorder(TorchFunctionMode):
         if self._calls is not None and made and name not in _INNER:
             read = list(list_tensors((args, kwargs)))
             self._kept |= {id(each): each for each in (*read, *made)}  # a tensor that is freed would lend its number
-            numbers = tuple(_list_numbers((args, kwargs)))
+            numbers, factors = (tuple(_list_numbers((args, kwargs), kind)) for kind in (int, float))
+            module = self._modules[-1] if self._modules else ""
             self._calls.append(
-                Call(name.strip("_"), self._modules[-1], tuple(map(id, read)), tuple(map(id, made)), numbers)
+                Call(name.strip("_"), module, tuple(map(id, read)), tuple(map(id, made)), numbers, factors)
             )
         return result
 
@@ -164,14 +199,18 @@ def list_tensors(value: Any) -> Iterator[Tensor]:
         yield from list_tensors(list(value.values()))
 
 
-def _list_numbers(value: Any) -> Iterator[int]:
-    if isinstance(value, int) and not isinstance(value, bool):
+def _list_numbers(value: Any, kind: type) -> Iterator[Any]:
+    if isinstance(value, kind) and not isinstance(value, bool):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _list_numbers(each)
+            yield from _list_numbers(each, kind)
     elif isinstance(value, dict):
-        yield from _list_numbers(list(value.values()))
+        yield from _list_numbers(list(value.values()), kind)
+
+
+def _find_place(tensor: Tensor) -> Place:
+    return Place(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride())
 
 
 def record(
@@ -184,7 +223,8 @@ def record(
     fake ones do not have.
     """
     recorder.watch(blocks)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    recorder.fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with recorder.fake as fake:
         model.to_empty(device="cpu")
         given = inputs or {"input_ids": torch.zeros(1, SEQ_LEN, dtype=torch.long)}
         named: dict[str, Any] = {name: torch.zeros_like(each, device="cpu") for name, each in given.items()}

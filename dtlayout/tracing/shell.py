@@ -81,6 +81,8 @@ class Shell:
         """Hidden states after the last block that ran."""
         self.is_behind = False
         """True if the first block was called."""
+        self.cut: Callable[[str, Any], Any] = lambda _, value: value
+        """Function (name, argument of a block) → what this rank's block is given in its place."""
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
         for path, (module, width) in before.items():
             replace(base, path, Stub(partial(self._run_before, module, width)))
@@ -120,7 +122,8 @@ class Shell:
             self.is_behind = True
             self.hidden = h_BSD if self.entering is None else self.entering
         if str(number) in self.blocks:
-            result = self.blocks[str(number)](self.hidden, **named)
+            given = {name: self.cut(name, value) for name, value in named.items()}
+            result = self.blocks[str(number)](self.hidden, **given)
             self.hidden = result[0] if isinstance(result, tuple | list) else result
         return (h_BSD,) if self.returns_tuple else h_BSD
 
@@ -133,6 +136,16 @@ class Shell:
     def _leave_out(self, end: nn.Module, *arguments: Any, **named: Any) -> Any:
         """The first argument behind the blocks; before them the end, since a norm without parameters may be at both."""
         return arguments[0] if self.is_behind else end(*arguments, **named)
+
+
+def cut_heads(tensor: Tensor, num_heads: int, parts: int, part: int) -> Tensor:
+    """The part of a tensor [heads, ...], [batch · heads, ...] or [batch, heads, ...] that one of several ranks has."""
+    each = num_heads // parts
+    if tensor.shape[0] == num_heads:
+        return tensor.narrow(0, part * each, each)
+    if tensor.shape[1] == num_heads:
+        return tensor.narrow(1, part * each, each)
+    return tensor.unflatten(0, (-1, num_heads)).narrow(1, part * each, each).flatten(0, 1)
 
 
 def delegate(blocks: nn.Module, step: RunBlock) -> nn.ModuleList:

@@ -26,8 +26,11 @@ def build_traced(
 
     InvalidConfig if transformers, in the version that is installed, does not build the model.
     """
-    config = read_config(shape.trace)
-    return TracedModel(config, kernels, max_seq_len, layers=layers, embedding=embedding, head=head, dtype=dtype)
+    config, trace = read_config(shape.trace), read_trace(shape.trace)
+    return TracedModel(
+        config, kernels, max_seq_len, layers=layers, embedding=embedding, head=head, dtype=dtype,
+        operations=[trace.kinds[kind].block for kind in trace.shape.block_kinds], counts=trace.counts,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=8)

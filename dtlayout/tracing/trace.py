@@ -24,13 +24,16 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
 from dtlayout.base.formatting import find_version, first_line
 from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
-from dtlayout.models.operations import Linear, Norm, SelfAttention, Weight
-from dtlayout.models.traced import FAMILY, Trace, read_trace
+from dtlayout.models.operations import Linear, Norm, SelfAttention
+from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
+from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
+from dtlayout.tracing.split import Rehearsal, Split, find_split
 
 ATTENTION = "dtlayout-trace"
 """Name by which transformers knows the attention that a trace records."""
@@ -57,11 +60,12 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         ends = _watch_ends(model, recorder, blocks_name)
         with _recording_attention(recorder):
             records = record(model, blocks, recorder)
+        recorder.release()
         own = config
         if parsed.model_type != config.get("model_type"):  # the part that reads text, of a config with several
             own = {**json.loads(parsed.to_json_string(use_diff=False)), "model_type": parsed.model_type}
         return replace(
-            _describe(model, blocks_name, blocks, records, ends, name, parsed=parsed),
+            _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed),
             config=own, library=find_version("transformers"),
         )  # fmt: skip
     except InvalidConfig as error:
@@ -85,7 +89,8 @@ def describe_module(
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
         records = record(model, blocks, recorder, example_inputs)
-        trace = _describe(model, blocks_name, blocks, records, ends, name, is_tied=is_tied)
+        recorder.release()
+        trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, is_tied=is_tied)
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
@@ -211,15 +216,21 @@ def _watch_ends(model: nn.Module, recorder: Recorder, blocks_name: str) -> dict[
 
 def _describe(
     model: nn.Module, blocks_name: str, blocks: Sequence[nn.Module], records: Sequence[BlockRecord],
-    ends: Mapping[str, int], name: str, *, parsed: Any = None, is_tied: bool = False,
+    recorder: Recorder, ends: Mapping[str, int], name: str, *, parsed: Any = None, is_tied: bool = False,
 ) -> Trace:  # fmt: skip
     """The trace of a model that ran; `parsed` is its `PretrainedConfig`, None for a module of one's own."""
     kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
-    numbers = list[int]()
+    numbers, counts = list[int](), Counts()
     if len(records) != len(blocks):
         raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
-    for one, block in zip(records, blocks, strict=True):
+    for one, block, inputs in zip(records, blocks, recorder.inputs, strict=True):
         found = recognize(one, block)
+        if found.operations not in kinds and not found.problems:
+            split = _split(block, found.operations, inputs, recorder)
+            counts = Counts(
+                *(tuple({**dict.fromkeys(a), **dict.fromkeys(b)}) for a, b in zip(counts, split.counts, strict=True))
+            )
+            problems += [split.problem] * bool(split.problem)
         numbers.append(kinds.setdefault(found.operations, len(kinds)))
         problems += found.problems
         of_sequence += found.sequence_problems
@@ -246,7 +257,18 @@ def _describe(
         whole["training"] = "a mixture of experts is traced for predictions alone"
     elif problem := _find_untrained(parsed, sides.names, whole):
         whole["training"] = problem
-    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own)
+    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, counts=counts)
+
+
+def _split(
+    block: nn.Module, operations: Sequence[Operation], inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    recorder: Recorder,
+) -> Split:  # fmt: skip
+    """How tp splits a kind of block; of one with experts, or with several attentions, nothing is asked."""
+    num_attentions = sum(isinstance(each, SelfAttention) for each in operations)
+    if num_attentions != 1 or any(isinstance(each, RoutedExperts) for each in operations):
+        return Split()
+    return find_split(Rehearsal(block, operations, inputs, recorder, _recording_attention))
 
 
 def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: Sequence[Operation]) -> Norm:

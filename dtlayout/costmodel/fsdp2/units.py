@@ -30,7 +30,7 @@ from dtlayout.costmodel.fsdp2.blocks import WeightGradients
 from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, gathers_weights_cast
 from dtlayout.models.families import describe
-from dtlayout.models.operations import Weight
+from dtlayout.models.weight import Weight
 from dtlayout.spec.base_format import BASE_FORMATS, SCALE
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

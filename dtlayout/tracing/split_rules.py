@@ -1,0 +1,191 @@
+"""Rules of a split: whether one rank's part of a call's result follows from its parts of what the call reads.
+
+Two records of the same code are compared, of a whole block and of one rank's part. A tensor that is smaller in the
+second is split along the one dimension that differs; the others are whole on every rank.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dtlayout.tracing.pieces import Range, find_pieces, find_range
+from dtlayout.tracing.record import BlockRecord, Call
+
+_BAD = -1
+"""Dimension of a tensor that is smaller in another way than along one dimension."""
+
+
+class Sizes(NamedTuple):
+    """A tensor in both records."""
+
+    whole: tuple[int, ...]
+    """Its shape in the whole block."""
+    dim: int | None
+    """The dimension along which ranks have parts of it; None where each has all."""
+
+    @property
+    def from_end(self) -> int | None:
+        """The dimension, counted from the last, which is 0."""
+        return None if self.dim is None else len(self.whole) - 1 - self.dim
+
+    @property
+    def outer(self) -> int:
+        """Elements of the dimensions before it."""
+        return math.prod(self.whole[: self.dim])
+
+
+Rule = Callable[[Sequence[Sizes], Sequence[Sizes]], bool]
+"""(tensors that a call reads, of which one is split at least; tensors that it makes) → whether ranks can compute it."""
+
+
+def _reshapes(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """The parts begin at the same elements: the split dimension becomes the first of several, or was it."""
+    return all(each.dim is not None and each.outer == read[0].outer for each in made)
+
+
+def _moves(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """What lies along the split dimension stays in its order, wherever the dimension goes."""
+    return all(each.dim is not None for each in made)
+
+
+def _cuts(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """The split dimension is not the one that is cut."""
+    size = read[0].whole[read[0].dim or 0]
+    return all(each.dim is not None and each.whole[each.dim] == size for each in made)
+
+
+def _passes(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """Elements at the same place: all that is split is split along the same dimension."""
+    dims = {each.from_end for each in (*read, *made) if each.dim is not None}
+    return len(dims) == 1 and all(each.dim is not None for each in made)
+
+
+def _joins(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """Tensors are joined along another dimension than the split one."""
+    return _passes(read, made) and all(each.dim is not None and _cuts([each], made) for each in read)
+
+
+def _reduces(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """The split dimension is not the one that is reduced."""
+    return all(each.dim is not None for each in made)
+
+
+def _takes_rows(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """The split dimension is not the last one, of which all is needed."""
+    return _passes(read[:1], made) and read[0].from_end != 0
+
+
+def _multiplies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """Both factors are split along the same dimension of the batch."""
+    return _passes(read, made) and all(each.dim is not None and (each.from_end or 0) >= 2 for each in read)
+
+
+def _attends(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """Queries, keys and values are split by heads, [batch, heads, tokens, width]; a mask may be whole."""
+    return all(each.from_end == 2 for each in (*read[:3], made[0]))
+
+
+def _applies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """A linear layer is split by outputs and reads what is whole, or by inputs, and its result is a term of a sum."""
+    entered, weight = read[:2]
+    if weight.dim == 0:
+        return entered.dim is None and made[0].from_end == 0
+    if weight.dim == 1:
+        return entered.from_end == 0 and made[0].dim is None
+    return entered.from_end not in (0, None) and made[0].from_end == entered.from_end
+
+
+_FUNCTIONS: Mapping[Rule, str] = {
+    _reshapes: "view reshape unflatten flatten view_as reshape_as",
+    _moves: "transpose permute unsqueeze squeeze expand expand_as contiguous t swapaxes movedim stack clone detach "
+    "repeat_interleave",
+    _cuts: "split chunk getitem get narrow select unbind tensor_split split_with_sizes",
+    _passes: "add iadd radd sub isub rsub mul imul rmul div truediv itruediv rtruediv neg pow rpow square sqrt rsqrt "
+    "exp cos sin tanh sigmoid silu gelu relu relu6 leaky_relu elu softplus mish hardtanh clamp clip abs maximum "
+    "minimum where masked_fill to float type type_as half bfloat16 dropout empty_like zeros_like ones_like new_zeros "
+    "eq ne lt le gt ge logical_and logical_or logical_not and or invert view_as_complex view_as_real erf log",
+    _joins: "cat",
+    _reduces: "mean sum var max min amax amin norm logsumexp",
+    _takes_rows: "softmax log_softmax layer_norm rms_norm",
+    _multiplies: "matmul bmm baddbmm rmatmul",
+    _attends: "scaled_dot_product_attention",
+    _applies: "linear",
+}
+RULES: Mapping[str, Rule] = {name: rule for rule, names in _FUNCTIONS.items() for name in names.split()}
+"""Function of torch → its rule."""
+
+
+class Comparison:
+    """The records of a whole block and of one rank's part of it."""
+
+    def __init__(self, whole: BlockRecord, local: BlockRecord, parts: int, joined: frozenset[str]):
+        """`joined` are the modules that join what several linear layers make."""
+        self.whole, self.local, self.parts, self.joined = whole, local, parts, joined
+        self.results: dict[int, tuple[int, tuple[Range, ...]]] = {}
+        """Tensor of the whole block that shows several pieces of a joined result → that result, and all its pieces."""
+
+    def find_problem(self) -> str:
+        """The first reason why ranks cannot compute the block in parts; empty if they can."""
+        pairs = list(zip(self.whole.calls, self.local.calls, strict=False))
+        if len(self.whole.calls) != len(self.local.calls) or any(
+            (one.function, one.module) != (other.function, other.module) for one, other in pairs
+        ):
+            return "its code computes something else with a part of its heads"
+        for call, local in pairs:
+            if problem := self._find_problem(call, local):
+                return f"{call.module or 'the block'} {problem}"
+        if self._compare(self.whole.leaves, self.local.leaves).dim is not None:
+            return "it does not end with whole hidden states"
+        return ""
+
+    def _find_problem(self, call: Call, local: Call) -> str:
+        read = [self._compare(*each) for each in zip(call.reads, local.reads, strict=True)]
+        made = [self._compare(*each) for each in zip(call.makes, local.makes, strict=True)]
+        if any(each.dim == _BAD for each in (*read, *made)):
+            return f"makes tensors of fixed sizes by {call.function}"
+        if call.factors != local.factors:
+            return f"computes {call.function} with a number that depends on how many heads there are"
+        if all(each.dim is None for each in read):
+            return "" if all(each.dim is None for each in made) else f"makes a part of a tensor by {call.function}"
+        rule = RULES.get(call.function)
+        if rule is None:
+            return f"reads a part of a tensor by {call.function}, for which there is no rule"
+        if call.function == "cat" and call.module in self.joined:
+            result = call.makes[0]
+            self.results[result] = result, find_pieces(self.whole, result)
+            return ""
+        if call.reads[0] in self.results:
+            return self._cut_joined(call, local)
+        return "" if rule(read, made) else f"needs by {call.function} what other ranks have"
+
+    def _compare(self, whole: int, local: int) -> Sizes:
+        sizes, parts = self.whole.shapes[whole], self.local.shapes[local]
+        if len(sizes) != len(parts):
+            return Sizes(sizes, _BAD)
+        dims = [dim for dim, (one, other) in enumerate(zip(sizes, parts, strict=True)) if one != other]
+        if not dims:
+            return Sizes(sizes, None)
+        is_part = len(dims) == 1 and sizes[dims[0]] == parts[dims[0]] * self.parts
+        return Sizes(sizes, dims[0] if is_part else _BAD)
+
+    def _cut_joined(self, call: Call, local: Call) -> str:
+        """A call that reads a joined result, or a view of it, may cut it into its pieces and nothing else."""
+        result, pieces = self.results[call.reads[0]]
+        for one, other in zip(call.makes, local.makes, strict=True):
+            shown = find_range(self.whole, one, result)
+            if self.whole.places[one].memory != self.whole.places[result].memory:
+                return f"computes by {call.function} with several of its parts at once"
+            if shown is None or not any(piece.holds(shown) for piece in pieces):
+                self.results[one] = result, pieces
+                continue
+            own = find_range(self.local, other, self._find_local(result))
+            if own is None or (own.first * self.parts, own.width * self.parts) != shown:
+                return f"cuts a matrix at other places than between its parts by {call.function}"
+        return ""
+
+    def _find_local(self, result: int) -> int:
+        """A tensor of the part's record, given that of the whole block."""
+        for call, local in zip(self.whole.calls, self.local.calls, strict=True):
+            if result in call.makes:
+                return local.makes[call.makes.index(result)]
+        raise KeyError(result)
