@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dtlayout.spec.roles import Role
 
@@ -27,6 +27,10 @@ class Piece(NamedTuple):
         """
         whole = (self.rows, *shape[1:])
         return whole[::-1] if self.is_transposed else whole
+
+    def cut(self, tensor: Any, num_rows: int) -> Any:
+        """The parameter's `num_rows` rows, out of the whole tensor of torch."""
+        return (tensor.t() if self.is_transposed else tensor)[self.first : self.first + num_rows]
 
     def find_place(self, offset: tuple[int, ...]) -> tuple[int, ...]:
         """Where in the tensor an element of the parameter lies."""

@@ -156,7 +156,8 @@ class _Reader:
         known = [self.values[each] for each in call.reads if each in self.values]
         if call.function in _MATMULS and len(call.reads) == 2 and call.reads[1] in self.parameters:
             self._read_linear(call, call.reads[0], call.reads[1], ())
-            self.problems.append(f"{parameters[0]} is multiplied without a module of its own")
+            if not isinstance(self.block.get_submodule(parameters[0].rpartition(".")[0]), nn.Linear):
+                self.problems.append(f"{parameters[0]} is multiplied without a module of its own")
             return
         if any(len(self.record.shapes[each]) > 1 for each in call.reads if each in self.parameters):
             raise InvalidConfig(f"{parameters[0]} is read by {call.function}, which no plan knows")
@@ -237,11 +238,14 @@ class _Reader:
             raise InvalidConfig(f"{call.module} multiplies by what is no parameter of its block")
         module, inputs = name.removesuffix(".weight"), self.record.shapes[entered][-1]
         outputs = self.record.shapes[call.makes[0]][-1]
-        has_bias = any(each in self.parameters for each in bias)
+        owner = self.block.get_submodule(module)
+        has_own = isinstance(owner, nn.Linear) and owner.bias is not None  # which its code may add by itself
+        has_bias = has_own or any(each in self.parameters for each in bias)
         reads = self._name_read(self.values[entered], inputs, module, entered)
         linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias)
         joined = replace(linear, part_of=module, rows=outputs, is_transposed=is_transposed)
-        made = [joined if is_transposed else linear]
+        is_odd = is_transposed or (isinstance(owner, nn.Linear) and type(owner) is not nn.Linear)
+        made = [joined if is_odd else linear]
         if module in self.cut:
             made = [
                 replace(joined, module=f"{module}.{number}", outputs=piece.width, first=piece.first)
@@ -251,7 +255,7 @@ class _Reader:
             self.linears[each.module], self.results[each.module] = each, call.makes[0]
         self.operations += made
         self.consumers.setdefault(reads, set()).add("linear")
-        self.used.update(self.parameters[each] for each in (weight, *bias) if each in self.parameters)
+        self.used.update(f"{module}.{key}" for key in ("weight", "bias")[: 1 + has_bias])
         self.values[call.makes[0]] = Value(tuple(each.module for each in made))
 
     def _name_read(

@@ -40,8 +40,15 @@ class JoinedLinear(nn.Module):
 
 
 def refit(block: nn.Module, operations: Sequence[Operation]) -> None:
-    """Put linear layers in the place of a block's modules whose matrices are joined or transposed, and our RMSNorm in
-    that of norms over what tp splits."""
+    """Put our modules in the place of a block's own: linear layers where matrices are joined or transposed, and an
+    RMSNorm where norms go over what tp splits."""
+    refit_linears(block, operations)
+    refit_norms(block, operations)
+
+
+def refit_linears(block: nn.Module, operations: Sequence[Operation]) -> None:
+    """Put linear layers in the place of a block's modules whose matrices are joined, transposed, or multiplied in
+    another way."""
     parts = [each for each in operations if isinstance(each, Linear) and each.part_of]
     for module, group in groupby(parts, key=lambda each: each.part_of):
         pieces, own = list(group), next(block.get_submodule(module).parameters())
@@ -49,6 +56,10 @@ def refit(block: nn.Module, operations: Sequence[Operation]) -> None:
             nn.Linear(each.inputs, each.outputs, bias=each.bias, dtype=own.dtype, device=own.device) for each in pieces
         ]
         replace(block, module, layers[0] if pieces[0].module == module else JoinedLinear(layers))
+
+
+def refit_norms(block: nn.Module, operations: Sequence[Operation]) -> None:
+    """Put our RMSNorm in the place of a block's norms over all that tp splits."""
     for norm in operations:
         if isinstance(norm, Norm) and norm.over_ranks:
             module = block.get_submodule(norm.module)

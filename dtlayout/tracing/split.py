@@ -23,7 +23,7 @@ from dtlayout.models.description import Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.models.traced import Counts
 from dtlayout.tracing.record import BlockRecord, Recorder
-from dtlayout.tracing.refit import divide, find_values, list_numbers, refit
+from dtlayout.tracing.refit import divide, find_values, list_numbers, refit_linears
 from dtlayout.tracing.shell import Stub, cut_heads, replace
 from dtlayout.tracing.split_rules import Comparison
 
@@ -71,7 +71,7 @@ class Rehearsal:
         recorder, named = Recorder(), dict(self.inputs)
         with self.fake, torch.no_grad():
             block = self._copy()
-            refit(block, self.operations)
+            refit_linears(block, self.operations)
             for each in self.operations:
                 if isinstance(each, Norm) and each.over_ranks:
                     replace(block, each.module, Stub(lambda x: x * 1))

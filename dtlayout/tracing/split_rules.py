@@ -95,6 +95,16 @@ def _applies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
     return entered.from_end not in (0, None) and made[0].from_end == entered.from_end
 
 
+def _spreads(function: str, read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+    """What each rank has whole is repeated for each of its heads."""
+    if function not in ("expand", "expand_as") or made[0].from_end is None:
+        return False
+    whole = read[0].whole
+    return made[0].from_end >= len(whole) or whole[-1 - made[0].from_end] == 1
+
+
+_FILLS = {"zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros"}
+"""Functions whose results have one value everywhere, or none."""
 _FUNCTIONS: Mapping[Rule, str] = {
     _reshapes: "view reshape unflatten flatten view_as reshape_as",
     _moves: "transpose permute unsqueeze squeeze expand expand_as contiguous t swapaxes movedim stack clone detach "
@@ -102,7 +112,8 @@ _FUNCTIONS: Mapping[Rule, str] = {
     _cuts: "split chunk getitem get narrow select unbind tensor_split split_with_sizes",
     _passes: "add iadd radd sub isub rsub mul imul rmul div truediv itruediv rtruediv neg pow rpow square sqrt rsqrt "
     "exp cos sin tanh sigmoid silu gelu relu relu6 leaky_relu elu softplus mish hardtanh clamp clip abs maximum "
-    "minimum where masked_fill to float type type_as half bfloat16 dropout empty_like zeros_like ones_like new_zeros "
+    "minimum where masked_fill to float type type_as half bfloat16 dropout empty_like zeros_like ones_like "
+    "new_zeros new_empty new_full copy setitem "
     "eq ne lt le gt ge logical_and logical_or logical_not and or invert view_as_complex view_as_real erf log",
     _joins: "cat",
     _reduces: "mean sum var max min amax amin norm logsumexp",
@@ -146,7 +157,10 @@ class Comparison:
         if call.factors != local.factors:
             return f"computes {call.function} with a number that depends on how many heads there are"
         if all(each.dim is None for each in read):
-            return "" if all(each.dim is None for each in made) else f"makes a part of a tensor by {call.function}"
+            is_made = call.function in _FILLS or all(each.dim is None for each in made)
+            return (
+                "" if is_made or _spreads(call.function, read, made) else f"makes a part of a tensor by {call.function}"
+            )
         rule = RULES.get(call.function)
         if rule is None:
             return f"reads a part of a tensor by {call.function}, for which there is no rule"

@@ -27,6 +27,7 @@ from dtlayout.models.families import find_weight
 from dtlayout.models.files import trace_model
 from dtlayout.models.proofs import AXES
 from dtlayout.models.traced import read_trace
+from dtlayout.models.weights import list_described
 from dtlayout.plans.init import allocate, fill_normal, find_part
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
@@ -191,13 +192,25 @@ def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dic
     whole.get_input_embeddings().padding_idx = None  # the token of padding is trained as any other
     named = {parts.from_family(name): parameter for name, parameter in whole.named_parameters()}
     with torch.no_grad():
-        fill(list(named.items()), model)
+        fill(list(_cut_pieces(named, model).items()), model)
     logits = whole(input_ids=tokens, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     loss = loss / (targets != IGNORED).sum()
     loss.backward()
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
-    return {"loss": loss.detach(), **gradients}
+    return {"loss": loss.detach(), **_cut_pieces(gradients, model)}
+
+
+def _cut_pieces(tensors: Mapping[str, Tensor], model: ModelShape) -> dict[str, Tensor]:
+    """Tensors by our names of parameters, given those by the family's, of which one may hold several of ours."""
+    pieces = {f"{block}{weight.name}": (block, weight) for block, weight in list_described(model) if weight.piece}
+    joined = {f"{block}{weight.piece.name}" for block, weight in pieces.values() if weight.piece}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in joined}
+    return whole | {
+        name: weight.piece.cut(tensors[f"{block}{weight.piece.name}"], weight.shape[0])
+        for name, (block, weight) in pieces.items()
+        if weight.piece
+    }
 
 
 def _compare(model: ModelShape, layout: Layout, expected: Mapping[str, Tensor]) -> float:
