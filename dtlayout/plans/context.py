@@ -125,10 +125,12 @@ def attend_together(method: str) -> ContextChange:
 def refuse_to_attend(owner: nn.Module, attribute: str, attention: str, group: Group) -> None:
     """Have a function of modules inside `owner` raise InvalidConfig: it would see this rank's keys alone."""
 
+    name = type(owner).__name__
+
     def refuse(*_: Any) -> Tensor:
         raise InvalidConfig(
-            f"{type(owner).__name__} attends with a window, a softcap or values of another width, which no kernel joins "
-            "part after part; use layout.cp_method=all-to-all"
+            f"{name} attends with a mask, a softcap or values of another width, which no kernel joins part after part; "
+            f"use layout.cp_method=all-to-all"
         )
 
     for module in _list_owners(owner, attribute):
@@ -153,18 +155,14 @@ CONTEXT_STYLES: dict[str, ContextChange] = {
 
 
 @cache
-def attend_by_heads(
-    attend: Callable[..., Tensor], attention: str, method: str, group: Group
-) -> Callable[..., Tensor]:
+def attend_by_heads(attend: Callable[..., Tensor], attention: str, method: str, group: Group) -> Callable[..., Tensor]:
     """`attend` on whole sequences, for each rank's share of the heads; its mask is that of whole sequences.
 
     Values may have another width than queries and keys. Further arguments are handed on.
     """
     cp = group.size
 
-    def attend_to_whole(
-        q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None, *further: Any
-    ) -> Tensor:
+    def attend_to_whole(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None, *further: Any) -> Tensor:
         widths = q_BHsK.shape[-1], k_BGsK.shape[-1], v_BGsK.shape[-1]
         shares = [_widen(x, max(widths)).unflatten(1, (cp, -1)) for x in (q_BHsK, k_BGsK, v_BGsK)]
         whole = Moved.apply(torch.cat(shares, 2), group, _give_heads, _give_tokens)

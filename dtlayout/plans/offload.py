@@ -7,10 +7,10 @@ backward of a block is the next thing that the rank does, its tensors never leav
 tensors are their inputs, and the results that are kept besides.
 
 [Note: what is not copied]
-Four things stay on the device. Parameters and buffers: FSDP2 frees parameters and gathers them again. Tensors that
-several blocks read: RoPE's tables, the mask of documents. The input of a stage's first block that came from another rank, which the runtime
-holds for its gradient. And storages smaller than a page of CUDA's allocator, such as a random seed. Each storage is
-copied once and whole, however many tensors use it.
+Four things stay on the device. Parameters, which FSDP2 frees and gathers again, and buffers. Tensors that several
+blocks read: RoPE's tables, the mask of documents. The input of a stage's first block that came from another rank, which
+the runtime holds for its gradient. And storages smaller than a page of CUDA's allocator, such as a random seed. Each
+storage is copied once and whole, however many tensors use it.
 
 [Note: order on a GPU]
 Copies run on two streams of their own, one in each direction of the link. A copy to the host begins when a block's

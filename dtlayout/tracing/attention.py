@@ -55,8 +55,8 @@ class Scores(NamedTuple):
     """True if a token sees none that comes later; a mask says that itself."""
     softcap: float | None = None
     """Bound of the scores."""
-    sinks_H: Tensor | None = None
-    """A score of each head that stands beside those of tokens."""
+    sinks: Tensor | None = None
+    """A score of each head [H] that stands beside those of tokens."""
     bias: Tensor | None = None
     """Numbers that are added to the scores, [.., S, S]."""
 
@@ -139,7 +139,7 @@ def attend_otherwise(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tenso
     """Attention that no kernel computes, [B, H, S, K]; of documents' offsets it makes a mask."""
     if mask is not None and mask.dim() < _DIMS_OF_MASK:
         mask = see_documents(find_starts(mask, q_BHSK.shape[0], q_BHSK.shape[2]))
-    if asked.softcap is not None or asked.sinks_H is not None or asked.bias is not None:
+    if asked.softcap is not None or asked.sinks is not None or asked.bias is not None:
         return _attend_by_matmuls(q_BHSK, k_BGSK, v_BGSK, mask, asked)
     num_heads = q_BHSK.shape[1]
     return F.scaled_dot_product_attention(

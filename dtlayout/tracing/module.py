@@ -174,9 +174,7 @@ class TracedDecoder(nn.Module):
     def _register(self, parts: ModelParts, path: str, end: nn.Module | None) -> None:
         self.register_module(parts.name_ours(path).rpartition(".")[2], end)
 
-    def forward(
-        self, x: Tensor, documents: Documents | None = None, tp_shards: int = 1, tp_shard: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None, tp_shards: int = 1, tp_shard: int = 0) -> Tensor:
         """Hidden states [B, s, D] of the tokens [B, S] of a rank of cp, or of hidden states; s is S / `tp_shards`."""
         positions, h_BSD = self.positions.find(documents, x.device), x
         if self.embed_tokens is not None:

@@ -30,6 +30,7 @@ from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
+from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
@@ -255,7 +256,9 @@ def _describe(
         whole["training"] = "it is a module of one's own, which train.py does not build"
     elif any(each.experts for each in described):
         whole["training"] = "a mixture of experts is traced for predictions alone"
-    elif problem := _find_untrained(parsed, sides.names, whole):
+    elif problem := _find_untrained(
+        parsed, sides.names, whole, described, [*zip(blocks, numbers, strict=True)], records
+    ):
         whole["training"] = problem
     return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, counts=counts)
 
@@ -295,16 +298,27 @@ def _name_on_disk(model: nn.Module, name: str) -> str:
     return name
 
 
-def _find_untrained(parsed: Any, names: Mapping[str, str], whole: dict[str, str]) -> str:
+def _find_untrained(
+    parsed: Any, names: Mapping[str, str], whole: dict[str, str], described: Sequence[Description],
+    kinds: Sequence[tuple[nn.Module, int]], records: Sequence[BlockRecord],
+) -> str:  # fmt: skip
     """The reason why the trainer cannot take a model's stages apart; empty if it can.
 
-    `whole` gets a reason where the trainer can, but not with parts of a sequence.
+    `whole` gets reasons where the trainer can, but not with all layouts. `kinds` are the blocks with their kinds'
+    numbers.
     """
     try:
         with torch.device("meta"):
-            parts = find_parts(build_model(parsed, torch.float32))
+            model = build_model(parsed, torch.float32)
+            parts = find_parts(model)
     except InvalidConfig as error:
         return "; ".join(error.problems)
+    whole |= find_sequence_limits(
+        model, model.get_submodule(parts.base), [*model.get_submodule(parts.blocks)],
+        [each.attention for each in described], [asked for one in records for asked in one.attention.values()],
+    )  # fmt: skip
+    if reason := next(filter(None, (find_whole_backward(block, described[kind].block) for block, kind in kinds)), ""):
+        whole["splits_backward"] = reason
     if not parts.can_shard_sequence:
         whole.setdefault("sequence_parallel", "what stands before its blocks reads whole sequences")
     own = {key: value for key, value in parts.names.items() if key in names}
