@@ -100,6 +100,8 @@ class TracedModel(nn.Module):
 
         With `documents` a token sees no other document than its own. Positions don't start anew.
         """
+        if documents is not None and not self.model.shell.takes_mask:
+            raise InvalidConfig("data.document_mask needs attention that transformers looks up by name; use false")
         h_BSD = self.model(x, documents, self.tp_shards, self.tp_shard)
         return h_BSD if self.lm_head is None else self.lm_head(h_BSD, targets, num_targets)
 

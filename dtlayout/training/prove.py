@@ -232,9 +232,7 @@ def compute_reference(
     named = {parts.from_family(name): parameter for name, parameter in whole.named_parameters()}
     with torch.no_grad():
         fill(list(_cut_pieces(named, model).items()), model)
-    logits = (
-        whole(input_ids=tokens, use_cache=False).logits if starts is None else _run_documents(whole, tokens, starts)
-    )
+    logits = whole(input_ids=tokens, use_cache=False).logits if starts is None else run_documents(whole, tokens, starts)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     loss = loss / (targets != IGNORED).sum()
     loss.backward()
@@ -242,7 +240,7 @@ def compute_reference(
     return {"loss": loss.detach(), **_cut_pieces(gradients, model)}
 
 
-def _run_documents(whole: Any, tokens: Tensor, starts: Tensor) -> Tensor:
+def run_documents(whole: Any, tokens: Tensor, starts: Tensor) -> Tensor:
     """Logits of all tokens, document after document."""
     rows = list[Tensor]()
     for row, firsts in zip(tokens, starts, strict=True):
