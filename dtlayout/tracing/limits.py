@@ -34,6 +34,8 @@ def find_sequence_limits(
         any(map(looks_attention_up, block.modules())) for block in blocks
     ):
         return dict.fromkeys(("cp", "document_mask"), "its attention is no function that transformers looks up by name")
+    if any(each.get("mask") for each in asked):
+        return dict.fromkeys(("cp", "document_mask"), "its blocks make a mask of their own")
     if not takes_positions(base):
         return dict.fromkeys(("cp", "document_mask"), "its base model is not given the positions of its tokens")
     found = dict[str, str]()

@@ -166,6 +166,7 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     # A kernel's result lies as its queries do, and the transpose below copies it from another order.
     copies = query.shape == result.shape and not torch.empty_like(query).transpose(1, 2).is_contiguous()
     noted = {"window": window, "softcap": asked.get("softcap"), "sinks": sinks, "copies": copies}
+    noted["mask"] = attention_mask is not None  # a block's own: base models make none here
     _RECORDERS[-1].note_attention(result, noted)
     return result.transpose(1, 2).contiguous(), None
 

@@ -40,7 +40,7 @@ MORE = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, ModelShape]:
     folder, found = tmp_path_factory.mktemp("traces"), {}
-    for family in ("gpt_neox", "olmo2", "biogpt", "qwen3_moe", "gemma2", "phi3", "gpt_bigcode"):
+    for family in ("gpt_neox", "olmo2", "biogpt", "qwen3_moe", "gemma2", "phi3", "doge"):
         config = {**make_config(family, **MORE.get(family, {})).to_dict(), "model_type": family}
         file = folder / f"{family}.json"
         file.write_text(trace_config(config, family).dumps())
@@ -64,6 +64,7 @@ def find_lacks(model: ModelShape, layout: Layout, engine: str = OWN_ENGINE, **pr
         ("gpt_neox", Layout(cp=2), {}, ""),
         ("gpt_neox", Layout(cp=2, cp_method="all-to-all", tp=2), {}, ""),
         ("biogpt", Layout(cp=2), {}, "layout.cp=2: its attention is no function that transformers looks up by name"),
+        ("doge", Layout(cp=2), {}, "layout.cp=2: its blocks make a mask of their own"),
         ("phi3", Layout(cp=2), {}, "layout.cp=2: its rotary frequencies depend on the longest position"),
         ("gemma2", Layout(cp=2, cp_method="all-to-all"), {}, ""),
         ("gemma2", Layout(cp=2), {}, "layout.cp_method=ring: its attention has a window and a softcap, which"),
