@@ -90,8 +90,8 @@ class _Rank:
         self.scenario, self.layout, self.kernels = scenario, layout, kernels
         linears = [each for each in describe(scenario.model).block if isinstance(each, Linear)]
         self.attentions = tuple(f".{each.module.rpartition('.')[0]}" for each in linears if each.reads == ATTENDED)
-        """Ends of the names of modules in which cp's ranks attend to each other; other messages over cp carry parameters
-        and gradients."""
+        """Ends of the names of modules in which cp's ranks attend to each other; other messages over cp carry
+        parameters and gradients."""
         self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
         """Stage → seconds of one microbatch, on average."""
         self.dp_s = self.optimizer_s = self.message_s = 0.0

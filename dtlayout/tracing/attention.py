@@ -31,7 +31,8 @@ NAME = "dtlayout"
 """Name of this attention in the tables of `transformers`."""
 
 _DIMS_OF_MASK = 4
-"""Dimensions of a mask [B, 1, S, S]; what tells kernels where documents begin has fewer."""
+"""Dimensions of a block's own mask [B, 1, S, S]. What keeps documents apart alone has fewer: a mask [B, S, S], offsets,
+or rows of positions."""
 _UNUSED = {"position_ids", "cache_position"}
 """Tensors that families hand on to every attention function, and none reads in training."""
 
@@ -125,6 +126,8 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_of_kernel = attention_mask is None or attention_mask.dim() < _DIMS_OF_MASK
     is_plain = softcap is None and s_aux is None and position_bias is None and causal
+    if attention_mask is not None and attention_mask.dim() == _DIMS_OF_MASK - 1:
+        attention_mask = attention_mask.unsqueeze(1)
     if is_of_kernel and is_plain and value.shape[-1] == width:
         factor = scale * math.sqrt(width)  # kernels divide by the root of the width
         query = query if math.isclose(factor, 1, rel_tol=1e-12) else query * factor

@@ -203,5 +203,7 @@ class TracedDecoder(nn.Module):
         A block without a mask of its own gets what its kernel needs. Each is made once for all blocks.
         """
         of_kernel = self.prepare_mask(documents, like=like)
+        if of_kernel.dim() == 4:  # [B, 1, S, S]: with three it is known from a block's own mask
+            of_kernel = of_kernel.squeeze(1)
         combine = cache(lambda own: own & see_documents(documents.starts.to(like.device, non_blocking=True)))
         return lambda own: of_kernel if own is None else combine(own)
