@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Operation
-from dtlayout.models.traced import Counts
+from dtlayout.models.traced import Divided
 from dtlayout.ops.attention import prepare_mask
 from dtlayout.ops.documents import Documents, see_documents
 from dtlayout.ops.loss import Head
@@ -52,11 +52,11 @@ class TracedModel(nn.Module):
         head: bool = True,
         dtype: torch.dtype = torch.float32,
         operations: Sequence[Sequence[Operation]] = (),
-        counts: Counts = Counts(),  # noqa: B008
+        divided: Divided = Divided(),  # noqa: B008
     ):
         """`config` is a `PretrainedConfig`; `layers` are the blocks to hold, all by default.
 
-        `operations` are those of each block of the model, by which it is refitted, and `counts` what tp splits of its
+        `operations` are those of each block of the model, by which it is refitted, and `divided` what tp splits of its
         code; without them blocks stay as they are.
 
         InvalidConfig for models that are no plain decoder, and for those with a table of positions that is shorter
@@ -74,7 +74,7 @@ class TracedModel(nn.Module):
         blocks = range(self.parts.num_blocks) if layers is None else layers
         for number in blocks if operations else ():
             refit(model.get_submodule(f"{self.parts.blocks}.{number}"), operations[number])
-        self.counts, self.num_heads = counts, config.num_attention_heads
+        self.divided, self.num_heads = divided, config.num_attention_heads
         self.model = TracedDecoder(
             model, self.parts, kernels, max_seq_len, blocks, embedding=embedding, norm=head, dtype=dtype
         )
@@ -110,10 +110,10 @@ class TracedModel(nn.Module):
         if sequence:
             self.tp_shards, self.tp_shard = parts, part
         for block in self.model.layers.values():
-            divide(block, self.counts.numbers, parts)
+            divide(block, self.divided.numbers, parts)
 
         def cut(name: str, value: Any) -> Any:
-            return cut_heads(value, self.num_heads, parts, part) if name in self.counts.arguments else value
+            return cut_heads(value, self.num_heads, parts, part) if name in self.divided.arguments else value
 
         self.model.shell.cut = cut
 

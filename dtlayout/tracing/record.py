@@ -45,8 +45,8 @@ class Call:
     """Other numbers among its arguments."""
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a piece of memory that it may share with others."""
+class MemoryPlace(NamedTuple):
+    """Memory of a tensor, which it may share with others, and the elements there that are its own."""
 
     memory: int
     """Number of the memory."""
@@ -73,7 +73,7 @@ class BlockRecord:
     """Result of attention → what the model asked for: window, softcap, sinks."""
     num_tokens: int
     """Tokens that the model ran on."""
-    places: Mapping[int, "Place"] = field(default_factory=dict)
+    places: Mapping[int, "MemoryPlace"] = field(default_factory=dict)
     """Tensor → where it lies in memory."""
     exact: frozenset[int] = frozenset()
     """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""
@@ -209,8 +209,8 @@ def _list_numbers(value: Any, kind: type) -> Iterator[Any]:
         yield from _list_numbers(list(value.values()), kind)
 
 
-def _find_place(tensor: Tensor) -> Place:
-    return Place(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride())
+def _find_place(tensor: Tensor) -> MemoryPlace:
+    return MemoryPlace(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride())
 
 
 def record(

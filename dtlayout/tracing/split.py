@@ -21,7 +21,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import first_line
 from dtlayout.models.description import Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
-from dtlayout.models.traced import Counts
+from dtlayout.models.traced import Divided
 from dtlayout.tracing.record import BlockRecord, Recorder
 from dtlayout.tracing.refit import divide, find_values, list_numbers, refit_linears
 from dtlayout.tracing.shell import Stub, cut_heads, replace
@@ -35,8 +35,8 @@ _OTHER = 999983
 class Split(NamedTuple):
     """How tp splits a block."""
 
-    counts: Counts = Counts()
-    """What of its code is changed on each rank."""
+    divided: Divided = Divided()
+    """Numbers and arguments of its code that are divided."""
     problem: str = ""
     """The reason why tp cannot split it; empty if it can."""
 
@@ -63,7 +63,7 @@ class Rehearsal:
             if isinstance(each, Tensor) and num_heads in each.shape[:2]
         ]  # fmt: skip
 
-    def record(self, parts: int = 1, counts: Counts = Counts(), changed: str = "") -> BlockRecord:  # noqa: B008
+    def record(self, parts: int = 1, divided: Divided = Divided(), changed: str = "") -> BlockRecord:  # noqa: B008
         """The calls of a copy that is one of `parts` ranks, with another value of the number `changed`.
 
         InvalidConfig if it fails.
@@ -80,8 +80,8 @@ class Rehearsal:
             if changed:
                 values, name = find_values(block, changed)
                 values[name] = _OTHER
-            divide(block, counts.numbers, parts)
-            for name in counts.arguments:
+            divide(block, divided.numbers, parts)
+            for name in divided.arguments:
                 named[name] = cut_heads(named[name], self.num_heads, parts, 0)
         recorder.watch([block])
         recorder.num_tokens = self.num_tokens
@@ -144,31 +144,31 @@ def find_split(rehearsal: Rehearsal) -> Split:
     whole = rehearsal.record()
     joined = frozenset(each.part_of for each in linears if each.part_of not in ("", each.module))
 
-    def find_problem(counts: Counts) -> str:
+    def find_problem(divided: Divided) -> str:
         try:
-            local = rehearsal.record(parts, counts)
+            local = rehearsal.record(parts, divided)
         except InvalidConfig as error:
             return f"its code does not run with a part of its heads: {error}"
         return Comparison(whole, local, parts, joined).find_problem()
 
-    first = find_problem(Counts())
+    first = find_problem(Divided())
     if not first:
         return Split()
     numbers = list_numbers(rehearsal.block, sizes | {each.rows for each in linears} - {0, 1})
     read = [name for name in numbers if rehearsal.reads(name, whole)]
     tries = _list_counts(read, rehearsal.list_arguments(attention.num_heads))
-    for counts in islice(tries, _MOST_TRIES):
-        if not find_problem(counts):
-            return Split(counts)
+    for divided in islice(tries, _MOST_TRIES):
+        if not find_problem(divided):
+            return Split(divided)
     return Split(problem=first)
 
 
-def _list_counts(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Counts]:
+def _list_counts(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Divided]:
     """Choices of what is changed, small ones first."""
     each = [*((name, True) for name in numbers), *((name, False) for name in arguments)]
     for size in range(1, len(each) + 1):
         for chosen in combinations(each, size):
-            yield Counts(
+            yield Divided(
                 tuple(name for name, is_number in chosen if is_number),
                 tuple(name for name, is_number in chosen if not is_number),
             )

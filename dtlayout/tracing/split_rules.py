@@ -15,11 +15,11 @@ _BAD = -1
 """Dimension of a tensor that is smaller in another way than along one dimension."""
 
 
-class Sizes(NamedTuple):
+class SplitSizes(NamedTuple):
     """A tensor in both records."""
 
     whole: tuple[int, ...]
-    """Its shape in the whole block."""
+    """Shape of the tensor in the whole block."""
     dim: int | None
     """The dimension along which ranks have parts of it; None where each has all."""
 
@@ -34,58 +34,58 @@ class Sizes(NamedTuple):
         return math.prod(self.whole[: self.dim])
 
 
-Rule = Callable[[Sequence[Sizes], Sequence[Sizes]], bool]
+Rule = Callable[[Sequence[SplitSizes], Sequence[SplitSizes]], bool]
 """(tensors that a call reads, of which one is split at least; tensors that it makes) → whether ranks can compute it."""
 
 
-def _reshapes(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _reshapes(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """The parts begin at the same elements: the split dimension becomes the first of several, or was it."""
     return all(each.dim is not None and each.outer == read[0].outer for each in made)
 
 
-def _moves(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
-    """What lies along the split dimension stays in its order, wherever the dimension goes."""
+def _moves(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
+    """The split dimension keeps the order of its elements, wherever it goes."""
     return all(each.dim is not None for each in made)
 
 
-def _cuts(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _cuts(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """The split dimension is not the one that is cut."""
     size = read[0].whole[read[0].dim or 0]
     return all(each.dim is not None and each.whole[each.dim] == size for each in made)
 
 
-def _passes(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _passes(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """Elements at the same place: all that is split is split along the same dimension."""
     dims = {each.from_end for each in (*read, *made) if each.dim is not None}
     return len(dims) == 1 and all(each.dim is not None for each in made)
 
 
-def _joins(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _joins(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """Tensors are joined along another dimension than the split one."""
     return _passes(read, made) and all(each.dim is not None and _cuts([each], made) for each in read)
 
 
-def _reduces(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _reduces(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """The split dimension is not the one that is reduced."""
     return all(each.dim is not None for each in made)
 
 
-def _takes_rows(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _takes_rows(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """The split dimension is not the last one, of which all is needed."""
     return _passes(read[:1], made) and read[0].from_end != 0
 
 
-def _multiplies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _multiplies(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """Both factors are split along the same dimension of the batch."""
     return _passes(read, made) and all(each.dim is not None and (each.from_end or 0) >= 2 for each in read)
 
 
-def _attends(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _attends(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """Queries, keys and values are split by heads, [batch, heads, tokens, width]; a mask may be whole."""
     return all(each.from_end == 2 for each in (*read[:3], made[0]))
 
 
-def _applies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
+def _applies(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """A linear layer is split by outputs and reads what is whole, or by inputs, and its result is a term of a sum."""
     entered, weight = read[:2]
     if weight.dim == 0:
@@ -95,9 +95,9 @@ def _applies(read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
     return entered.from_end not in (0, None) and made[0].from_end == entered.from_end
 
 
-def _spreads(function: str, read: Sequence[Sizes], made: Sequence[Sizes]) -> bool:
-    """What each rank has whole is repeated for each of its heads."""
-    if function not in ("expand", "expand_as") or made[0].from_end is None:
+def _spreads(function: str, read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
+    """A tensor that each rank has whole is repeated for each of its heads."""
+    if function not in ("expand", "expand_as", "broadcast_to") or made[0].from_end is None:
         return False
     whole = read[0].whole
     return made[0].from_end >= len(whole) or whole[-1 - made[0].from_end] == 1
@@ -107,8 +107,8 @@ _FILLS = {"zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_li
 """Functions whose results have one value everywhere, or none."""
 _FUNCTIONS: Mapping[Rule, str] = {
     _reshapes: "view reshape unflatten flatten view_as reshape_as",
-    _moves: "transpose permute unsqueeze squeeze expand expand_as contiguous t swapaxes movedim stack clone detach "
-    "repeat_interleave",
+    _moves: "transpose permute unsqueeze squeeze expand expand_as broadcast_to contiguous t "
+    "swapaxes movedim stack clone detach repeat_interleave",
     _cuts: "split chunk getitem get narrow select unbind tensor_split split_with_sizes",
     _passes: "add iadd radd sub isub rsub mul imul rmul div truediv itruediv rtruediv neg pow rpow square sqrt rsqrt "
     "exp cos sin tanh sigmoid silu gelu relu relu6 leaky_relu elu softplus mish hardtanh clamp clip abs maximum "
@@ -172,15 +172,15 @@ class Comparison:
             return self._cut_joined(call, local)
         return "" if rule(read, made) else f"needs by {call.function} what other ranks have"
 
-    def _compare(self, whole: int, local: int) -> Sizes:
+    def _compare(self, whole: int, local: int) -> SplitSizes:
         sizes, parts = self.whole.shapes[whole], self.local.shapes[local]
         if len(sizes) != len(parts):
-            return Sizes(sizes, _BAD)
+            return SplitSizes(sizes, _BAD)
         dims = [dim for dim, (one, other) in enumerate(zip(sizes, parts, strict=True)) if one != other]
         if not dims:
-            return Sizes(sizes, None)
+            return SplitSizes(sizes, None)
         is_part = len(dims) == 1 and sizes[dims[0]] == parts[dims[0]] * self.parts
-        return Sizes(sizes, dims[0] if is_part else _BAD)
+        return SplitSizes(sizes, dims[0] if is_part else _BAD)
 
     def _cut_joined(self, call: Call, local: Call) -> str:
         """A call that reads a joined result, or a view of it, may cut it into its pieces and nothing else."""

@@ -26,10 +26,11 @@ from dtlayout.base.formatting import find_version, first_line
 from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
-from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
+from dtlayout.models.traced import FAMILY, Divided, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
+from dtlayout.tracing.causality import find_acausal
 from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
@@ -65,10 +66,10 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         own = config
         if parsed.model_type != config.get("model_type"):  # the part that reads text, of a config with several
             own = {**json.loads(parsed.to_json_string(use_diff=False)), "model_type": parsed.model_type}
-        return replace(
-            _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed),
-            config=own, library=find_version("transformers"),
-        )  # fmt: skip
+        trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed)
+        if reason := find_acausal(own, trace.shape.block_kinds):
+            raise InvalidConfig(reason)
+        return replace(trace, config=own, library=find_version("transformers"))
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
@@ -144,9 +145,10 @@ def _describe_type(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers warns of, which is meant for those who load weights."""
+    """Without what transformers warns of, which is meant for those who load weights, and without what torch logs of
+    calls that fail."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -222,16 +224,14 @@ def _describe(
 ) -> Trace:  # fmt: skip
     """The trace of a model that ran; `parsed` is its `PretrainedConfig`, None for a module of one's own."""
     kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
-    numbers, counts = list[int](), Counts()
+    numbers, divided = list[int](), Divided()
     if len(records) != len(blocks):
         raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
     for one, block, inputs in zip(records, blocks, recorder.inputs, strict=True):
         found = recognize(one, block)
         if found.operations not in kinds and not found.problems:
             split = _split(block, found.operations, inputs, recorder)
-            counts = Counts(
-                *(tuple({**dict.fromkeys(a), **dict.fromkeys(b)}) for a, b in zip(counts, split.counts, strict=True))
-            )
+            divided = divided.join(split.divided)
             problems += [split.problem] * bool(split.problem)
         numbers.append(kinds.setdefault(found.operations, len(kinds)))
         problems += found.problems
@@ -261,7 +261,7 @@ def _describe(
         parsed, sides.names, whole, described, [*zip(blocks, numbers, strict=True)], records
     ):
         whole["training"] = problem
-    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, counts=counts)
+    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, divided=divided)
 
 
 def _split(
@@ -286,17 +286,23 @@ def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: 
 
 
 def _name_on_disk(model: nn.Module, name: str) -> str:
-    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head."""
+    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head.
+
+    Its rules are turned round, as they are when it saves. Those inside of a block, which mixtures of experts and models
+    with state have, are left out: none of these models is trained.
+    """
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
     except ImportError:  # before transformers 5 nothing is renamed
         return name
-    for rule in get_checkpoint_conversion_mapping(type(model).__name__) or ():
-        sources: Sequence[str] = getattr(rule, "source_patterns", ())
-        targets: Sequence[str] = getattr(rule, "target_patterns", ())
-        if len(sources) == len(targets) == 1 and targets[0] == f"{name}.":
-            return sources[0].removeprefix("^").replace("\\", "").removesuffix(".")
-    return name
+    if not hasattr(model, "base_model_prefix"):  # a module of one's own
+        return name
+    stored = f"{name}.weight"
+    for rule in reversed(get_model_conversion_mapping(model, add_legacy=False)):  # type: ignore[arg-type]
+        if isinstance(rule, WeightRenaming):
+            stored, _ = rule.reverse_transform().rename_source_key(stored)
+    return stored.removesuffix(".weight")
 
 
 def _find_untrained(

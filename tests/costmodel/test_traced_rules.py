@@ -57,7 +57,8 @@ def find_lacks(model: ModelShape, layout: Layout, engine: str = OWN_ENGINE, **pr
     [
         ("gpt_neox", Layout(tp=2), {}, ""),
         ("gpt_neox", Layout(tp=2, pp=2, sequence_parallel=True, recompute="full"), {}, ""),
-        ("olmo2", Layout(tp=2), {}, "layout.tp=2: self_attn.q_norm normalises all heads together"),
+        ("olmo2", Layout(tp=2), {}, ""),
+        ("doge", Layout(tp=2), {}, "layout.tp=2: input_residual belongs to no norm"),
         ("biogpt", Layout(tp=2, sequence_parallel=False), {}, ""),
         ("biogpt", Layout(tp=2, sequence_parallel=True), {}, "layout.sequence_parallel: fc1 lies in its block"),
         ("qwen3_moe", Layout(), {}, "a mixture of experts is traced for predictions alone"),
@@ -82,7 +83,7 @@ def test_a_layout_is_trained_or_refused_with_the_reason(models, family, layout, 
 def test_an_adapter_is_refused_and_another_program_is_not_asked(models):
     adapted = replace(models["gpt_neox"], adapter=Adapter(rank=4))
     assert any("adapter is for models that are described" in each for each in find_lacks(adapted, Layout()))
-    assert find_lacks(models["olmo2"], Layout(tp=2), "megatron") == []
+    assert find_lacks(models["doge"], Layout(tp=2), "megatron") == []
 
 
 def test_kernels_that_a_traced_block_does_not_call_are_not_chosen(models):
@@ -95,7 +96,7 @@ def test_kernels_that_a_traced_block_does_not_call_are_not_chosen(models):
 def test_a_search_looks_at_no_layout_that_the_trainer_refuses(models, engine, degrees):
     cluster = Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=4, gpus_per_node=4)
     scenario = Scenario(
-        model=models["olmo2"], batch=Batch(global_batch=8, seq_len=64), cluster=cluster,
+        model=models["doge"], batch=Batch(global_batch=8, seq_len=64), cluster=cluster,
         engine=find_engine(engine, cluster.gpu.name),
     )  # fmt: skip
     assert {each.tp for each in Space(scenario).degrees} == degrees

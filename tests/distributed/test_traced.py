@@ -16,11 +16,17 @@ from dtlayout.cli import main
 from dtlayout.models.files import find_model, trace_model
 from dtlayout.models.proofs import TOLERANCE, find_unproven, read_proof, refuse_unproven, write_proof
 from dtlayout.models.traced import read_trace
+from dtlayout.models.weights import list_weights
 from dtlayout.ops.positions import OwnPositions
+from dtlayout.plans.init import fill_initial
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 from dtlayout.tracing.shrink import shrink
 from dtlayout.training import prove
+from dtlayout.training.build import assemble
 from dtlayout.training.prove import LAYOUTS, find_differences, find_layouts
 
 FAMILIES = {
@@ -28,8 +34,10 @@ FAMILIES = {
     "gemma2": 4,  # kinds of blocks, norms after branches, softcaps, a scaled and tied embedding
     "phi": 4,  # biases everywhere, and of the head
     "youtu": 4,  # latent attention
-    "olmo2": 2,  # norms over all heads: tp is refused
-    "gpt2": 2,  # learned positions, matrices that lie the other way round
+    "olmo2": 4,  # norms over all heads
+    "gpt2": 4,  # learned positions, matrices that lie the other way round and hold queries, keys and values
+    "phi3": 4,  # gate and up in one matrix
+    "mpt": 4,  # a bias of positions for each head, and numbers of heads that its code states
 }
 """Family → number of axes on which it trains, of those that split its weights."""
 SPLITS = ("fsdp", "pp", "tp", "sequence_parallel")
@@ -60,11 +68,42 @@ def make_small(family: str, folder: Path) -> ModelShape:
     return trace_model(config, folder / "config.json", folder / f"{family}.json")
 
 
+def find_axes(small: ModelShape) -> list[str]:
+    """Axes over which a model is split."""
+    whole = read_trace(small.trace).whole
+    return [axis for axis in SPLITS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
+
+
+def find_other_initial_weights(small: ModelShape, axes: list[str]) -> list[str]:
+    """Axis and name of each initial weight that has other bits than on one process."""
+    whole = {name: torch.empty(size) for name, size in list_weights(small)}
+    fill_initial(whole.items(), small, seed=3)
+    others, seen = [], set()
+    for axis in axes:
+        built = assemble(
+            small, Batch(global_batch=8, seq_len=16), LAYOUTS[axis], Kernels(), Precision(compute="float32"),
+            seed=3, device_type="cpu",
+        )  # fmt: skip
+        for module in built.modules:
+            for name, weight in module.named_parameters():
+                seen.add(name)
+                if not torch.equal(weight.detach().full_tensor(), whole[small.aliases.get(name, name)]):
+                    others.append(f"{axis} {name}")
+    assert seen and all(weight.std() > 0 for name, weight in whole.items() if weight.dim() > 1)
+    return others
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_initial_weights_have_the_same_bits_in_every_layout(ranks, family, tmp_path):
+    small = make_small(family, tmp_path)
+    axes = find_axes(small)
+    assert ranks.run(find_other_initial_weights, small, axes, timeout_s=120) == [[]] * 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_path):
     small = make_small(family, tmp_path)
-    whole = read_trace(small.trace).whole
-    axes = [axis for axis in SPLITS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
+    axes = find_axes(small)
     assert len(axes) == FAMILIES[family]
     for found in ranks.run(find_differences, small, axes, timeout_s=120):
         assert found.keys() == {*axes} and max(found.values()) < TOLERANCE
@@ -110,12 +149,12 @@ def test_wrong_positions_are_seen(ranks, tmp_path):
 
 
 def test_a_wrong_split_is_seen(ranks, tmp_path):
-    """A view with a fixed number of heads, which a trace refuses to split, computes something else."""
+    """A view with the number of all heads computes something else where a rank has some."""
     trace = read_trace(make_small("opt", tmp_path).trace)
-    assert "tp" in trace.whole
+    assert trace.divided.numbers == ("self_attn.num_heads",)
     (tmp_path / "forced.json").write_text(trace.dumps())
     forced = json.loads((tmp_path / "forced.json").read_text())
-    forced["whole"] = {}
+    forced["divided"] = {"numbers": [], "arguments": []}
     (tmp_path / "forced.json").write_text(json.dumps(forced))
     small = read_trace(str(tmp_path / "forced.json")).shape
     assert max(found["tp"] for found in ranks.run(find_differences, small, ["tp"], timeout_s=120)) > 0.01
@@ -179,6 +218,7 @@ def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_fol
     log = tmp_path / "log"
     assert launch(2, config, "--layout.tp=2", "--layout.pp=1", *options, log=log) == 0, log.read_text()
     assert read_summary(run)["outcome"] == "done"
+    assert "initial weights by the rule of gpt_neox" in log.read_text()
     from transformers import AutoModelForCausalLM
 
     _, loading = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
@@ -186,4 +226,5 @@ def test_a_traced_run_is_exported_under_its_own_names_and_starts_from_such_a_fol
     again = tmp_path / "again"
     further = [f"--train.init_from={run / 'hf'}", f"--train.run_folder={again}", "--layout.pp=2", "--layout.tp=1"]
     assert launch(2, config, *options, *further, log=log) == 0, log.read_text()
+    assert log.read_text().count("initial weights") == 1  # one file has the lines of both runs
     assert losses(again)[0] < losses(run)[-1] < losses(run)[0] - 0.2
