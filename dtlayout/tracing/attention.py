@@ -47,7 +47,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """How scores are made and weighed where no kernel does it."""
 
     scale: float
@@ -133,12 +133,12 @@ def attend(
         query = query if math.isclose(factor, 1, rel_tol=1e-12) else query * factor
         y_BHSK = module.attend(query, key, value, attention_mask)  # type: ignore[operator]
     else:
-        asked = Scores(scale, causal, softcap, s_aux, position_bias)
+        asked = ScoreRule(scale, causal, softcap, s_aux, position_bias)
         y_BHSK = module.attend_otherwise(query, key, value, attention_mask, asked)  # type: ignore[operator]
     return y_BHSK.transpose(1, 2).contiguous(), None
 
 
-def attend_otherwise(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: Scores) -> Tensor:
+def attend_otherwise(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: ScoreRule) -> Tensor:
     """Attention that no kernel computes, [B, H, S, K]; of documents' offsets it makes a mask."""
     if mask is not None and mask.dim() < _DIMS_OF_MASK:
         mask = see_documents(find_starts(mask, q_BHSK.shape[0], q_BHSK.shape[2]))
@@ -151,7 +151,7 @@ def attend_otherwise(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tenso
     )  # fmt: skip
 
 
-def _attend_by_matmuls(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: Scores) -> Tensor:
+def _attend_by_matmuls(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: ScoreRule) -> Tensor:
     """Attention with scores in memory, in fp32 or finer: softcap, then bias and mask, then sinks beside the tokens."""
     num_heads, seq_len = q_BHSK.shape[1:3]
     scale, is_causal, softcap, sinks_H, bias = asked

@@ -9,6 +9,7 @@ from toys import make_config
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
+from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.operations import Linear
 from dtlayout.models.traced import find_changed_sizes, read_trace
@@ -18,7 +19,7 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernel_records import KernelRequest
-from dtlayout.spec.kernels import OpenKernels
+from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Precision
@@ -136,3 +137,16 @@ def test_sizes_that_are_not_those_of_the_trace_are_said(models):
     assert find_changed_sizes(replace(model, ffn_size=50)) == ["model.ffn_size is 50, and 48 in its trace"]
     with pytest.raises(InvalidConfig, match="num_layers=2 is not the number of its block_kinds, 3"):
         replace(model, num_layers=2)
+
+
+def test_a_model_with_two_kinds_of_blocks_has_a_peak(models):
+    cluster = Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=2, gpus_per_node=2)
+    scenario = Scenario(
+        model=models["gemma2"], batch=Batch(global_batch=8, seq_len=64), cluster=cluster,
+        engine=find_engine(OWN_ENGINE, cluster.gpu.name),
+    )  # fmt: skip
+    assert len(scenario.kinds) == 2
+    peaks = [
+        estimate(scenario, Layout(dp_shard=2, recompute=each), Kernels()).memory.peak_bytes for each in ("none", "full")
+    ]
+    assert peaks[0] > peaks[1] > 0
