@@ -1,4 +1,4 @@
-"""Reasons against layouts, and against documents that are kept apart, that lie in a model's code and not in its matrices.
+"""Reasons against layouts, and against documents that are kept apart, that lie in a model's code beside its matrices.
 
 Ranks of cp have parts of each sequence. So the base model has to make tables for positions that it is given, and
 attention has to come through `attend`, which our methods of cp replace. Methods that attend part after part join
