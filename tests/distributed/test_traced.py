@@ -43,9 +43,9 @@ FAMILIES = {
 SPLITS = ("fsdp", "pp", "tp", "sequence_parallel")
 OTHERS = {
     "gpt_neox": ("cp", "offload", "splits_backward", "document_mask"),
-    "gemma2": ("cp", "document_mask"),  # windows and softcaps: all-to-all alone
+    "gemma2": ("cp",),  # windows and softcaps: all-to-all alone
     "youtu": ("cp",),  # values of another width than keys: all-to-all alone
-    "gpt2": ("cp", "splits_backward"),  # learned positions, matrices that lie the other way round
+    "gpt2": ("cp",),  # learned positions
 }
 """Family → further axes that are tried with it."""
 
