@@ -31,6 +31,7 @@ from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model
 from dtlayout.tracing.causality import find_acausal
+from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
@@ -167,6 +168,7 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     # A kernel's result lies as its queries do, and the transpose below copies it from another order.
     copies = query.shape == result.shape and not torch.empty_like(query).transpose(1, 2).is_contiguous()
     noted = {"window": window, "softcap": asked.get("softcap"), "sinks": sinks, "copies": copies}
+    noted["mask"] = attention_mask is not None  # a block's own: base models make none here
     _RECORDERS[-1].note_attention(result, noted)
     return result.transpose(1, 2).contiguous(), None
 
@@ -255,7 +257,9 @@ def _describe(
         whole["training"] = "it is a module of one's own, which train.py does not build"
     elif any(each.experts for each in described):
         whole["training"] = "a mixture of experts is traced for predictions alone"
-    elif problem := _find_untrained(parsed, sides.names, whole):
+    elif problem := _find_untrained(
+        parsed, sides.names, whole, described, [*zip(blocks, numbers, strict=True)], records
+    ):
         whole["training"] = problem
     return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, divided=divided)
 
@@ -301,16 +305,27 @@ def _name_on_disk(model: nn.Module, name: str) -> str:
     return stored.removesuffix(".weight")
 
 
-def _find_untrained(parsed: Any, names: Mapping[str, str], whole: dict[str, str]) -> str:
+def _find_untrained(
+    parsed: Any, names: Mapping[str, str], whole: dict[str, str], described: Sequence[Description],
+    kinds: Sequence[tuple[nn.Module, int]], records: Sequence[BlockRecord],
+) -> str:  # fmt: skip
     """The reason why the trainer cannot take a model's stages apart; empty if it can.
 
-    `whole` gets a reason where the trainer can, but not with parts of a sequence.
+    `whole` gets reasons where the trainer can, but not with all layouts. `kinds` are the blocks with their kinds'
+    numbers.
     """
     try:
         with torch.device("meta"):
-            parts = find_parts(build_model(parsed, torch.float32))
+            model = build_model(parsed, torch.float32)
+            parts = find_parts(model)
     except InvalidConfig as error:
         return "; ".join(error.problems)
+    whole |= find_sequence_limits(
+        model, model.get_submodule(parts.base), [*model.get_submodule(parts.blocks)],
+        [each.attention for each in described], [asked for one in records for asked in one.attention.values()],
+    )  # fmt: skip
+    if reason := next(filter(None, (find_whole_backward(block, described[kind].block) for block, kind in kinds)), ""):
+        whole["splits_backward"] = reason
     if not parts.can_shard_sequence:
         whole.setdefault("sequence_parallel", "what stands before its blocks reads whole sequences")
     own = {key: value for key, value in parts.names.items() if key in names}

@@ -17,6 +17,7 @@ from dtlayout.models.files import find_model, trace_model
 from dtlayout.models.proofs import TOLERANCE, find_unproven, read_proof, refuse_unproven, write_proof
 from dtlayout.models.traced import read_trace
 from dtlayout.models.weights import list_weights
+from dtlayout.ops.positions import OwnPositions
 from dtlayout.plans.init import fill_initial
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.kernels import Kernels
@@ -26,7 +27,7 @@ from dtlayout.spec.precision import Precision
 from dtlayout.tracing.shrink import shrink
 from dtlayout.training import prove
 from dtlayout.training.build import assemble
-from dtlayout.training.prove import LAYOUTS, find_differences
+from dtlayout.training.prove import LAYOUTS, find_differences, find_layouts
 
 FAMILIES = {
     "gpt_neox": 4,  # queries, keys and values of a head side by side; attention and feed-forward in parallel
@@ -38,7 +39,15 @@ FAMILIES = {
     "phi3": 4,  # gate and up in one matrix
     "mpt": 4,  # a bias of positions for each head, and numbers of heads that its code states
 }
-"""Family → number of axes on which it trains."""
+"""Family → number of axes on which it trains, of those that split its weights."""
+SPLITS = ("fsdp", "pp", "tp", "sequence_parallel")
+OTHERS = {
+    "gpt_neox": ("cp", "offload", "splits_backward", "document_mask"),
+    "gemma2": ("cp",),  # windows and softcaps: all-to-all alone
+    "youtu": ("cp",),  # values of another width than keys: all-to-all alone
+    "gpt2": ("cp",),  # learned positions
+}
+"""Family → further axes that are tried with it."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,7 @@ def make_small(family: str, folder: Path) -> ModelShape:
 def find_axes(small: ModelShape) -> list[str]:
     """Axes over which a model is split."""
     whole = read_trace(small.trace).whole
-    return [axis for axis in LAYOUTS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
+    return [axis for axis in SPLITS if not whole.keys() & {axis, "tp" if "sequence" in axis else axis}]
 
 
 def find_other_initial_weights(small: ModelShape, axes: list[str]) -> list[str]:
@@ -98,6 +107,45 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_pat
     assert len(axes) == FAMILIES[family]
     for found in ranks.run(find_differences, small, axes, timeout_s=120):
         assert found.keys() == {*axes} and max(found.values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_parts_of_sequences_split_backwards_and_documents_are_those_of_one_process(ranks, family, tmp_path):
+    small = make_small(family, tmp_path)
+    assert not read_trace(small.trace).whole.keys() & {*OTHERS[family]}
+    methods = [each.cp_method for each in find_layouts("cp", small)]
+    assert methods == (["all-to-all"] if family in ("gemma2", "youtu") else ["ring", "all-to-all"])
+    for found in ranks.run(find_differences, small, OTHERS[family], timeout_s=120):
+        assert found.keys() == {*OTHERS[family]} and max(found.values()) < TOLERANCE
+
+
+def compare_beside(small: ModelShape) -> list[float]:
+    """Differences of a rank under layouts that have cp beside everything else."""
+    tp = Layout(cp=2, tp=2, sequence_parallel=True, cp_method="gather", micro_batch=2, offload="activations")
+    pp = Layout(cp=2, pp=2, micro_batch=2, recompute="selective", schedule="zb-h1")
+    with prove._InFloat64():
+        expected = prove.compute_reference(small, *prove.make_rows(small), prove.make_starts())
+        return [prove.compare(small, layout, expected, prove.make_starts()) for layout in (tp, pp)]
+
+
+def test_cp_goes_with_tp_pp_offload_split_backwards_and_documents(ranks, tmp_path):
+    for found in ranks.run(compare_beside, make_small("gpt_neox", tmp_path), timeout_s=120):
+        assert max(found) < TOLERANCE
+
+
+def compare_without_positions(small: ModelShape) -> float:
+    """The difference of a rank under cp whose tokens stand from 0 on."""
+    held, OwnPositions.find = OwnPositions.find, lambda self, documents, device: torch.arange(8)
+    try:
+        with prove._InFloat64():
+            expected = prove.compute_reference(small, *prove.make_rows(small))
+            return prove.compare(small, LAYOUTS["cp"], expected)
+    finally:
+        OwnPositions.find = held
+
+
+def test_wrong_positions_are_seen(ranks, tmp_path):
+    assert max(ranks.run(compare_without_positions, make_small("gpt_neox", tmp_path), timeout_s=120)) > 1e-3
 
 
 def test_a_wrong_split_is_seen(ranks, tmp_path):
@@ -155,6 +203,10 @@ def test_a_proof_belongs_to_one_config_and_a_described_model_needs_none(tmp_path
     write_proof(first, {"tp": 1e-9, "sequence_parallel": 1e-15})
     assert read_proof(first)["fsdp"] == 1e-15
     assert find_unproven(first, layout) == ["tp"] and len(find_unproven(second, layout)) == 4
+    assert find_unproven(first, Layout(cp=2, offload="activations"), document_mask=True) == [
+        "cp", "offload", "document_mask",
+    ]  # fmt: skip
+    assert find_unproven(second, Layout(pp=2, schedule="zb-h1")) == ["pp", "splits_backward"]
     with pytest.raises(InvalidLayout, match="its proof differs from one process: tp by"):
         refuse_unproven(first, layout)
     assert find_unproven(find_model("llama3.1-8b"), layout) == []
