@@ -38,10 +38,6 @@ class Divided(NamedTuple):
     arguments: tuple[str, ...] = ()
     """Arguments of a block with a part for each head, such as alibi."""
 
-    def join(self, other: "Divided") -> "Divided":
-        """All that one of two kinds of blocks has, once."""
-        return Divided(*(tuple(dict.fromkeys(one + two)) for one, two in zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -59,14 +55,14 @@ class Trace:
     """Axis of a layout, such as tp → reason why the trainer cannot split the model over it."""
     names: Mapping[str, str]
     """Our module, such as "model.layers" → the model's own name of it."""
-    divided: Divided = Divided()  # noqa: RUF009
-    """Numbers and arguments of its blocks' code that tp divides."""
+    divided: tuple[Divided, ...]
+    """Numbers and arguments of its blocks' code that tp divides, for each kind."""
 
     def dumps(self) -> str:
         """The text of the trace's file."""
         content = {
             MARK: VERSION, "transformers": self.library, "model": _known(asdict(self.shape)),
-            "whole": dict(self.whole), "names": dict(self.names), "divided": self.divided._asdict(),
+            "whole": dict(self.whole), "names": dict(self.names), "divided": [each._asdict() for each in self.divided],
             "kinds": [_write(each) for each in self.kinds], "config": dict(self.config),
         }  # fmt: skip
         return json.dumps(content, indent=1, sort_keys=False) + "\n"
@@ -144,7 +140,7 @@ def parse_trace(content: Mapping[str, Any], path: str) -> Trace:
             library=content["transformers"],
             whole=content["whole"],
             names=content["names"],
-            divided=Divided(**{key: tuple(value) for key, value in content["divided"].items()}),
+            divided=tuple(Divided(**{key: tuple(value) for key, value in each.items()}) for each in content["divided"]),
         )
     except (KeyError, TypeError) as error:
         raise InvalidConfig(f"model.trace={path!r} is damaged: {error}; trace the model again") from None

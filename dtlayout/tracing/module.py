@@ -52,7 +52,7 @@ class TracedModel(nn.Module):
         head: bool = True,
         dtype: torch.dtype = torch.float32,
         operations: Sequence[Sequence[Operation]] = (),
-        divided: Divided = Divided(),  # noqa: B008
+        divided: Sequence[Divided] = (),
     ):
         """`config` is a `PretrainedConfig`; `layers` are the blocks to hold, all by default.
 
@@ -109,11 +109,15 @@ class TracedModel(nn.Module):
         """Make this the model of one of `parts` ranks of tp, whose hidden states are with `sequence` a part of it."""
         if sequence:
             self.tp_shards, self.tp_shard = parts, part
-        for block in self.model.layers.values():
-            divide(block, self.divided.numbers, parts)
+        of_blocks = dict(enumerate(self.divided))
+        for number, block in self.model.layers.items():
+            if int(number) in of_blocks:
+                divide(block, of_blocks[int(number)].numbers, parts)
 
-        def cut(name: str, value: Any) -> Any:
-            return cut_heads(value, self.num_heads, parts, part) if name in self.divided.arguments else value
+        def cut(number: int, name: str, value: Any) -> Any:
+            if number not in of_blocks or name not in of_blocks[number].arguments:
+                return value
+            return cut_heads(value, self.num_heads, parts, part, self.model.shell.hidden.shape[0])
 
         self.model.shell.cut = cut
 

@@ -134,6 +134,8 @@ class _Reader:
     # Calls
 
     def _read_call(self, call: Call) -> None:
+        if call.function == "setitem":  # which fills a tensor that another call has made of the same sources
+            return
         if call.function == "linear":
             self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
         elif call.function == "addmm":
@@ -449,7 +451,8 @@ class _Reader:
 
     def _spread(self, norm: Norm) -> Norm:
         """The norm of what tp splits, whose squares ranks add up."""
-        if find_rms_eps(self.block.get_submodule(norm.module)) is None:
+        modules = dict(self.block.named_modules())  # a norm may be a function's
+        if norm.module not in modules or find_rms_eps(modules[norm.module]) is None:
             self.problems.append(f"{norm.module} normalises all heads together, and is no RMSNorm")
             return norm
         return replace(norm, over_ranks=True, keeps=("cast", "compute"))  # as our RMSNorm does, which takes its place

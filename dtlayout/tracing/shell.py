@@ -83,8 +83,8 @@ class Shell:
         """Hidden states after the last block that ran."""
         self.is_behind = False
         """True if the first block was called."""
-        self.cut: Callable[[str, Any], Any] = lambda _, value: value
-        """Function (name, argument of a block) → what this rank's block is given in its place."""
+        self.cut: Callable[[int, str, Any], Any] = lambda _, __, value: value
+        """Function (number of a block, name, argument) → what this rank's block is given in its place."""
         self.keep_apart: Callable[[Tensor | None], Tensor] | None = None
         """Function from a block's own mask to one that keeps documents apart too; None where they see each other."""
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
@@ -127,7 +127,7 @@ class Shell:
             self.is_behind = True
             self.hidden = h_BSD if self.entering is None else self.entering
         if str(number) in self.blocks:
-            given = {name: self.cut(name, value) for name, value in named.items()}
+            given = {name: self.cut(number, name, value) for name, value in named.items()}
             if self.keep_apart is not None:
                 given[MASK] = self.keep_apart(given[MASK])
             result = self.blocks[str(number)](self.hidden, **given)
@@ -145,13 +145,13 @@ class Shell:
         return arguments[0] if self.is_behind else end(*arguments, **named)
 
 
-def cut_heads(tensor: Tensor, num_heads: int, parts: int, part: int) -> Tensor:
+def cut_heads(tensor: Tensor, num_heads: int, parts: int, part: int, batch: int) -> Tensor:
     """The part of a tensor [heads, ...], [batch · heads, ...] or [batch, heads, ...] that one of several ranks has."""
     each = num_heads // parts
+    if tensor.shape[:2] in ((batch, num_heads), (1, num_heads)):
+        return tensor.narrow(1, part * each, each)
     if tensor.shape[0] == num_heads:
         return tensor.narrow(0, part * each, each)
-    if tensor.shape[1] == num_heads:
-        return tensor.narrow(1, part * each, each)
     return tensor.unflatten(0, (-1, num_heads)).narrow(1, part * each, each).flatten(0, 1)
 
 

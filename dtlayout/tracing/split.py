@@ -28,6 +28,7 @@ from dtlayout.tracing.shell import Stub, cut_heads, replace
 from dtlayout.tracing.split_rules import Comparison
 
 _MOST_TRIES = 100
+_FAILS = "its code does not run with a part of its heads"
 _OTHER = 999983
 """A number that is no size of anything."""
 
@@ -82,7 +83,7 @@ class Rehearsal:
                 values[name] = _OTHER
             divide(block, divided.numbers, parts)
             for name in divided.arguments:
-                named[name] = cut_heads(named[name], self.num_heads, parts, 0)
+                named[name] = cut_heads(named[name], self.num_heads, parts, 0, 1)
         recorder.watch([block])
         recorder.num_tokens = self.num_tokens
         try:
@@ -138,29 +139,36 @@ def find_split(rehearsal: Rehearsal) -> Split:
         each.outputs if each.style == "colwise" else each.inputs for each in linears if each.is_split
     }
     together = math.gcd(*sizes)
-    parts = next((each for each in range(2, together + 1) if together % each == 0), 1)
-    if parts == 1:
+    if together == 1:
         return Split()
+    fewest = next(each for each in range(2, together + 1) if together % each == 0)
     whole = rehearsal.record()
     joined = frozenset(each.part_of for each in linears if each.part_of not in ("", each.module))
 
     def find_problem(divided: Divided) -> str:
-        try:
-            local = rehearsal.record(parts, divided)
-        except InvalidConfig as error:
-            return f"its code does not run with a part of its heads: {error}"
-        return Comparison(whole, local, parts, joined).find_problem()
+        """The first problem of the fewest ranks, and of the most."""
+        for parts in dict.fromkeys((fewest, together)):
+            try:
+                local = rehearsal.record(parts, divided)
+            except InvalidConfig as error:
+                return f"{_FAILS}: {error}"
+            if problem := Comparison(whole, local, parts, joined).find_problem():
+                return problem
+        return ""
 
-    first = find_problem(Divided())
-    if not first:
+    said = find_problem(Divided())
+    if not said:
         return Split()
     numbers = list_numbers(rehearsal.block, sizes | {each.rows for each in linears} - {0, 1})
     read = [name for name in numbers if rehearsal.reads(name, whole)]
     tries = _list_counts(read, rehearsal.list_arguments(attention.num_heads))
     for divided in islice(tries, _MOST_TRIES):
-        if not find_problem(divided):
+        problem = find_problem(divided)
+        if not problem:
             return Split(divided)
-    return Split(problem=first)
+        if said.startswith(_FAILS) and not problem.startswith(_FAILS):  # it got further
+            said = problem
+    return Split(problem=said)
 
 
 def _list_counts(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Divided]:

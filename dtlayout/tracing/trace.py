@@ -223,17 +223,17 @@ def _describe(
     recorder: Recorder, ends: Mapping[str, int], name: str, *, parsed: Any = None, is_tied: bool = False,
 ) -> Trace:  # fmt: skip
     """The trace of a model that ran; `parsed` is its `PretrainedConfig`, None for a module of one's own."""
-    kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
-    numbers, divided = list[int](), Divided()
+    kinds, problems, of_sequence = dict[tuple[tuple[Operation, ...], Divided], int](), list[str](), list[str]()
+    numbers, tried = list[int](), dict[Any, Split]()
     if len(records) != len(blocks):
         raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
     for one, block, inputs in zip(records, blocks, recorder.inputs, strict=True):
         found = recognize(one, block)
-        if found.operations not in kinds and not found.problems:
-            split = _split(block, found.operations, inputs, recorder)
-            divided = divided.join(split.divided)
-            problems += [split.problem] * bool(split.problem)
-        numbers.append(kinds.setdefault(found.operations, len(kinds)))
+        code = (found.operations, one.code)
+        if code not in tried:
+            tried[code] = Split() if found.problems else _split(block, found.operations, inputs, recorder)
+            problems += [tried[code].problem] * bool(tried[code].problem)
+        numbers.append(kinds.setdefault((found.operations, tried[code].divided), len(kinds)))
         problems += found.problems
         of_sequence += found.sequence_problems
     sides = _EndReader(model, blocks_name, ends, len(blocks))
@@ -242,11 +242,11 @@ def _describe(
         sides.final_norm(hidden_size),
         model.get_submodule(sides.names.get(FINAL_NORM, "")),
         blocks[0],
-        next(iter(kinds)),
+        next(iter(kinds))[0],
     )
     described = [
         Description(sides.embedding, operations, final_norm, sides.head, sides.before, sides.after)
-        for operations in kinds
+        for operations, _ in kinds
     ]
     shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied or is_tied)
     on_disk = {ours: _name_on_disk(model, own) for ours, own in sides.names.items()}
@@ -261,7 +261,15 @@ def _describe(
         parsed, sides.names, whole, described, [*zip(blocks, numbers, strict=True)], records
     ):
         whole["training"] = problem
-    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, divided=divided)
+    return Trace(
+        shape=shape,
+        kinds=tuple(described),
+        config={},
+        library="",
+        whole=whole,
+        names=own,
+        divided=tuple(each for _, each in kinds),
+    )
 
 
 def _split(

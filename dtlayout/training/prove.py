@@ -96,6 +96,8 @@ def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | st
             return dict.fromkeys(
                 axes, "its first eight blocks are not of all kinds, so that a narrow model is none of it"
             )
+        if {*read_trace(small.trace).divided} != {*trace.divided}:
+            return dict.fromkeys(axes, "tp divides other numbers of a narrow model, which is no proof of this one")
         for axis in axes:
             if axis not in found:
                 try:
