@@ -214,23 +214,16 @@ def import_weights(source: Path, folder: Path) -> int:
         with (
             OpenFiles() as files
         ):  # for this piece alone: what was read of an open file stays mapped, and counts as memory
-            if weight.piece is not None:
-                return read_piece(weight.tensors[0], weight.piece, rows, files)
             if not weight.is_stack:
-                return read_tensor(weight.tensors[0], rows, files)
+                return read_tensor(weight.tensors[0], rows, files, weight.piece)
             made = torch.empty((rows.stop - rows.start, *weight.tensor_shape), dtype=formats[name])
             for row, tensor in zip(made, weight.tensors[rows], strict=True):
                 row.copy_(read_tensor(tensor, slice(None), files))
             return made
 
-    def read_piece(name: str, piece: Piece, rows: slice, files: OpenFiles) -> Tensor:
-        rows = slice(piece.first + rows.start, piece.first + rows.stop)
-        if not piece.is_transposed:
-            return read_tensor(name, rows, files)
-        return read_tensor(name, (slice(None), rows), files).t().contiguous()
-
-    def read_tensor(name: str, place: slice | tuple[slice, ...], files: OpenFiles) -> Tensor:
-        tensor: Tensor = files.find(stored[name].file).get_slice(name)[place]
+    def read_tensor(name: str, rows: slice, files: OpenFiles, piece: Piece | None = None) -> Tensor:
+        whole = files.find(stored[name].file).get_slice(name)
+        tensor: Tensor = whole[rows] if piece is None else piece.cut(whole, rows).contiguous()
         broken[name] += count_broken(tensor)
         return tensor
 

@@ -303,21 +303,27 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
     whole = find_whole(model)
     if "training" in whole:
         return [Refusal("family", f"model.family={FAMILY}: {whole['training']}", "it can be predicted, not trained")]
-    broken = list[Refusal]()
-    if layout.tp > 1 and "tp" in whole:
-        broken.append(Refusal("tp", f"layout.tp={layout.tp}: {whole['tp']}", "use tp=1"))
-    if layout.shards_sequence and "sequence_parallel" in whole:
-        what = f"layout.sequence_parallel: {whole['sequence_parallel']}"
-        broken.append(Refusal("sequence_parallel", what, "use sequence_parallel=false"))
-    if layout.cp > 1 and "cp" in whole:
-        broken.append(Refusal("cp", f"layout.cp={layout.cp}: {whole['cp']}", "use cp=1"))
-    elif layout.cp > 1 and layout.cp_method in whole:
-        able = [name for name in engine.features.cp_methods if name not in whole]
-        what = f"layout.cp_method={layout.cp_method}: {whole[layout.cp_method]}"
-        broken.append(Refusal("cp_method", what, f"use cp_method={' or '.join(able)}"))
-    if layout.splits_backward and "splits_backward" in whole:
-        what = f"layout.schedule={layout.schedule} splits the backward: {whole['splits_backward']}"
-        broken.append(Refusal("schedule", what, "use schedule=1f1b"))
+    able = [name for name in engine.features.cp_methods if name not in whole]
+    used = {
+        "tp": (layout.tp > 1, "tp", f"layout.tp={layout.tp}", "tp=1"),
+        "sequence_parallel": (
+            layout.shards_sequence, "sequence_parallel", "layout.sequence_parallel", "sequence_parallel=false"
+        ),
+        "cp": (layout.cp > 1, "cp", f"layout.cp={layout.cp}", "cp=1"),
+        layout.cp_method: (
+            layout.cp > 1 and "cp" not in whole, "cp_method", f"layout.cp_method={layout.cp_method}",
+            f"cp_method={' or '.join(able)}",
+        ),
+        "splits_backward": (
+            layout.splits_backward, "schedule", f"layout.schedule={layout.schedule} splits the backward",
+            "schedule=1f1b",
+        ),
+    }  # fmt: skip
+    broken = [
+        Refusal(key, f"{what}: {whole[axis]}", f"use {instead}")
+        for axis, (is_used, key, what, instead) in used.items()
+        if is_used and axis in whole
+    ]
     asked = {
         "tp_overlap": layout.overlaps_tp,
         "precision.matmuls": precision.matmul_format is not None,

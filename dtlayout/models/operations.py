@@ -64,7 +64,7 @@ class Norm(BaseOperation):
     """Tensors that a model's own code keeps: the input, a copy of it in the exact format, others in the exact or the
     compute format. Empty where `kernels.norm` computes it."""
     over_ranks: bool = False
-    """Whether it normalises all that a branch has between its matmuls, of which tp's ranks add up their squares."""
+    """True for an RMSNorm over all that tp splits inside a branch: its ranks add up the squares of their parts."""
     beside: str = ""
     """A norm before it that reads the same tensor of the stream, which is kept once."""
 

@@ -28,9 +28,10 @@ class Piece(NamedTuple):
         whole = (self.rows, *shape[1:])
         return whole[::-1] if self.is_transposed else whole
 
-    def cut(self, tensor: Any, num_rows: int) -> Any:
-        """The parameter's `num_rows` rows, out of the whole tensor of torch."""
-        return (tensor.t() if self.is_transposed else tensor)[self.first : self.first + num_rows]
+    def cut(self, tensor: Any, rows: slice) -> Any:
+        """Some of the parameter's rows, out of the tensor, of torch or of a file."""
+        rows = slice(self.first + rows.start, self.first + rows.stop)
+        return tensor[:, rows].t() if self.is_transposed else tensor[rows]
 
     def find_place(self, offset: tuple[int, ...]) -> tuple[int, ...]:
         """Index in the tensor of an element of the parameter."""
@@ -54,11 +55,11 @@ class Weight:
     split: Literal[0, 1] | None = None
     """The dimension that tp splits; None where each rank has all of it."""
     is_of_experts: bool = False
-    """Whether it is a stack, with a matrix or a vector for each expert, which ep splits and tp does not."""
+    """True for a stack, with a matrix or a vector for each expert, which ep splits and tp does not."""
     trains: bool = True
-    """Whether it is trained; a frozen weight has no gradient, no optimizer state and no reduction."""
+    """True if training changes it; a frozen weight has no gradient, no optimizer state and no reduction."""
     is_counter: bool = False
-    """Whether no gradient moves it, but what a step counts: each rank has all of it, in fp32 or finer."""
+    """True if no gradient moves it, but what a step counts: each rank has all of it, in fp32 or finer."""
     piece: Piece | None = None
     """Rows of a tensor on disk that it is; None where a tensor holds it alone, and as it is."""
 

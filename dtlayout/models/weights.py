@@ -37,19 +37,19 @@ _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 def list_weights(model: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of each parameter, in the model's order; tied embeddings once."""
-    for block, weight in list_described(model):
+    for block, weight in _list_described(model):
         yield f"{block}{weight.name}", weight.shape
 
 
 def list_stored(model: ModelShape) -> Iterator[StoredWeight]:
     """Each parameter with its tensors in a Hugging Face folder, in the model's order; tied embeddings once."""
     table = find_family(model.family).stored_names
-    for block, weight in list_described(model):
+    for block, weight in _list_described(model):
         stored = store(weight, block, table)
         yield replace(stored, tensors=tuple(find_stored_name(model, name) for name in stored.tensors))
 
 
-def list_described(model: ModelShape) -> Iterator[tuple[str, Weight]]:
+def _list_described(model: ModelShape) -> Iterator[tuple[str, Weight]]:
     """Prefix of a block's names and weight, for each parameter; the prefix is empty outside of blocks."""
     described = describe(model)
     for weight in described.before_blocks:
@@ -61,6 +61,15 @@ def list_described(model: ModelShape) -> Iterator[tuple[str, Weight]]:
         yield "", weight
     if not model.tied_embeddings:
         yield "", described.head
+
+
+def list_pieces(model: ModelShape) -> dict[str, tuple[str, Weight]]:
+    """Our name of each parameter that is a piece of one of the model's own → our name of that one, and the weight."""
+    return {
+        f"{block}{weight.name}": (f"{block}{weight.piece.name}", weight)
+        for block, weight in _list_described(model)
+        if weight.piece is not None
+    }
 
 
 def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:

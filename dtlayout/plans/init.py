@@ -20,7 +20,7 @@ from dtlayout.models.families import find_weight
 from dtlayout.models.feed_forward import Mixture
 from dtlayout.models.traced import FAMILY
 from dtlayout.models.weight import Piece
-from dtlayout.models.weights import list_described
+from dtlayout.models.weights import list_pieces
 from dtlayout.ops.quantized import QuantizedRows
 from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.model_shape import ModelShape
@@ -97,13 +97,11 @@ def _fill_by_rules(
     seed: int,
 ) -> None:
     """Fill weights of a traced model; `rules` are by our names of the family's own parameters."""
-    pieces = {f"{block}{each.name}": (block, each.piece) for block, each in list_described(model) if each.piece}
+    pieces = list_pieces(model)
     for name, parameter in named:
-        own, piece = model.aliases.get(name, name), None
-        if own in pieces:
-            block, piece = pieces[own]
-            own = f"{block}{piece.name}"
-        fill_by_rule(parameter, rules[own], seed, own, piece)
+        own = model.aliases.get(name, name)
+        own, weight = pieces.get(own, (own, None))
+        fill_by_rule(parameter, rules[own], seed, own, None if weight is None else weight.piece)
 
 
 def find_part(weight: Tensor | QuantizedWeight) -> tuple[Tensor | QuantizedRows, tuple[int, ...]]:

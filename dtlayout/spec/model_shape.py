@@ -316,6 +316,11 @@ class ModelShape(Ranged, section="model"):
         return [*kinds, (self.without_experts, num_dense)] if num_dense else kinds
 
     @cached_property
+    def usual(self) -> "ModelShape":
+        """This model with every block of the kind that most of its blocks have."""
+        return self.kinds(range(self.num_layers))[0][0]
+
+    @cached_property
     def without_experts(self) -> "ModelShape":
         """This model with every block like its first ones, without experts."""
         return replace(self, experts=None)

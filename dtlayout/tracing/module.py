@@ -109,13 +109,13 @@ class TracedModel(nn.Module):
         """Make this the model of one of `parts` ranks of tp, whose hidden states are with `sequence` a part of it."""
         if sequence:
             self.tp_shards, self.tp_shard = parts, part
-        of_blocks = dict(enumerate(self.divided))
+        if not self.divided:
+            return
         for number, block in self.model.layers.items():
-            if int(number) in of_blocks:
-                divide(block, of_blocks[int(number)].numbers, parts)
+            divide(block, self.divided[int(number)].numbers, parts)
 
         def cut(number: int, name: str, value: Any) -> Any:
-            if number not in of_blocks or name not in of_blocks[number].arguments:
+            if name not in self.divided[number].arguments:
                 return value
             return cut_heads(value, self.num_heads, parts, part, self.model.shell.hidden.shape[0])
 

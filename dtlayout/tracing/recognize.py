@@ -286,8 +286,8 @@ class _Reader:
         is_gated = total == 2 * width
         if total not in (width, 2 * width):
             self.problems.append(f"{', '.join(opened)} make {total} elements of which {width} go on")
-        if is_gated and len(opened) == 1:
-            self._join(opened[0], "gate and up")
+        if is_gated and len(opened) == 1 and not self._join(opened[0]):
+            self.problems.append(f"{opened[0]} holds gate and up in one matrix")
         names = () if [*opened] in usual and len(opened) == 1 + is_gated else tuple(opened)
         own, keeps_opened = 0, True
         if entered is not None:
@@ -434,20 +434,14 @@ class _Reader:
                 if root in self.linears:
                     self._replace(self.linears[root], replace(self.linears[root], is_local=local, fuses=fuses))
         for root in dict.fromkeys(roots):
-            if (
-                is_grouped
-                and roots.count(root) > 1
-                and root in self.linears
-                and find_pieces(self.record, self.results[root])
-            ):
-                self._join(root, "several of queries, keys and values")
+            if is_grouped and roots.count(root) > 1 and root in self.linears:
+                self._join(root)
 
-    def _join(self, module: str, what: str) -> None:
-        """Note that a matrix holds what several matrices usually do, one after the other."""
+    def _join(self, module: str) -> bool:
+        """Note that a matrix holds what several matrices usually do; False if its result is not cut into pieces."""
         if pieces := find_pieces(self.record, self.results[module]):
             self.joined[module] = pieces
-        else:
-            self.problems.append(f"{module} holds {what} in one matrix")
+        return bool(pieces)
 
     def _spread(self, norm: Norm) -> Norm:
         """The norm of what tp splits, whose squares ranks add up."""

@@ -7,7 +7,7 @@ operators.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class BlockRecord:
     """Result of attention → what the model asked for: window, softcap, sinks."""
     num_tokens: int
     """Tokens that the model ran on."""
-    places: Mapping[int, "MemoryPlace"] = field(default_factory=dict)
+    places: Mapping[int, MemoryPlace]
     """Tensor → where it lies in memory."""
     exact: frozenset[int] = frozenset()
     """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""

@@ -83,7 +83,7 @@ class Rehearsal:
                 values[name] = _OTHER
             divide(block, divided.numbers, parts)
             for name in divided.arguments:
-                named[name] = cut_heads(named[name], self.num_heads, parts, 0, 1)
+                named[name] = cut_heads(named[name], self.attention.num_heads, parts, 0, 1)
         recorder.watch([block])
         recorder.num_tokens = self.num_tokens
         try:
@@ -103,21 +103,16 @@ class Rehearsal:
         return copy.deepcopy(self.block, memo)
 
     @property
-    def num_heads(self) -> int:
-        """Query heads of the whole block."""
-        return next(each.num_heads for each in self.operations if isinstance(each, SelfAttention))
+    def attention(self) -> SelfAttention:
+        """Attention of the whole block."""
+        return next(each for each in self.operations if isinstance(each, SelfAttention))
 
     def reads(self, number: str, whole: BlockRecord) -> bool:
         """True if what the block computes depends on a number; `whole` is its record with the number as it is."""
         try:
-            other = self.record(changed=number)
+            return self.record(changed=number).code != whole.code
         except InvalidConfig:
             return True
-        calls = [
-            [(each.function, each.numbers, [one.shapes[made] for made in each.makes]) for each in one.calls]
-            for one in (whole, other)
-        ]
-        return calls[0] != calls[1]
 
 
 def _keep_part(layer: nn.Module, linear: Linear, parts: int) -> None:
@@ -134,7 +129,7 @@ def _keep_part(layer: nn.Module, linear: Linear, parts: int) -> None:
 def find_split(rehearsal: Rehearsal) -> Split:
     """How tp splits a block, or why it cannot; nothing is tried where no number of ranks divides its sizes."""
     linears = [each for each in rehearsal.operations if isinstance(each, Linear)]
-    attention = next(each for each in rehearsal.operations if isinstance(each, SelfAttention))
+    attention = rehearsal.attention
     sizes = {attention.num_heads, attention.num_kv_heads} | {
         each.outputs if each.style == "colwise" else each.inputs for each in linears if each.is_split
     }
@@ -161,7 +156,7 @@ def find_split(rehearsal: Rehearsal) -> Split:
         return Split()
     numbers = list_numbers(rehearsal.block, sizes | {each.rows for each in linears} - {0, 1})
     read = [name for name in numbers if rehearsal.reads(name, whole)]
-    tries = _list_counts(read, rehearsal.list_arguments(attention.num_heads))
+    tries = _list_choices(read, rehearsal.list_arguments(attention.num_heads))
     for divided in islice(tries, _MOST_TRIES):
         problem = find_problem(divided)
         if not problem:
@@ -171,7 +166,7 @@ def find_split(rehearsal: Rehearsal) -> Split:
     return Split(problem=said)
 
 
-def _list_counts(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Divided]:
+def _list_choices(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Divided]:
     """Choices of what is changed, small ones first."""
     each = [*((name, True) for name in numbers), *((name, False) for name in arguments)]
     for size in range(1, len(each) + 1):

@@ -43,8 +43,8 @@ def _reshapes(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     return all(each.dim is not None and each.outer == read[0].outer for each in made)
 
 
-def _moves(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
-    """The split dimension keeps the order of its elements, wherever it goes."""
+def _keeps(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
+    """The split dimension is still there, wherever it went: it is not the one that is reduced."""
     return all(each.dim is not None for each in made)
 
 
@@ -63,11 +63,6 @@ def _passes(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
 def _joins(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
     """Tensors are joined along another dimension than the split one."""
     return _passes(read, made) and all(each.dim is not None and _cuts([each], made) for each in read)
-
-
-def _reduces(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
-    """The split dimension is not the one that is reduced."""
-    return all(each.dim is not None for each in made)
 
 
 def _takes_rows(read: Sequence[SplitSizes], made: Sequence[SplitSizes]) -> bool:
@@ -104,26 +99,16 @@ def _spreads(function: str, read: Sequence[SplitSizes], made: Sequence[SplitSize
 
 
 _FILLS = {
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-    "new_empty",
-    "new_full",
-}
+    "zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones",
+    "new_empty", "new_full",
+}  # fmt: skip
 """Functions whose results have one value everywhere, or are not filled yet."""
 _OF_SIZES = _FILLS | {"expand", "broadcast_to"}
 """Functions that are told the sizes of their results, beside those of views and cuts."""
 _FUNCTIONS: Mapping[Rule, str] = {
     _reshapes: "view reshape unflatten flatten view_as reshape_as",
-    _moves: "transpose permute unsqueeze squeeze expand expand_as broadcast_to contiguous t "
-    "swapaxes movedim stack clone detach repeat_interleave",
+    _keeps: "transpose permute unsqueeze squeeze expand expand_as broadcast_to contiguous t swapaxes movedim stack "
+    "clone detach repeat_interleave mean sum var max min amax amin norm logsumexp",
     _cuts: "split chunk getitem get narrow select unbind tensor_split split_with_sizes",
     _passes: "add iadd radd sub isub rsub mul imul rmul div truediv itruediv rtruediv neg pow rpow square sqrt rsqrt "
     "exp cos sin tanh sigmoid silu gelu relu relu6 leaky_relu elu softplus mish hardtanh clamp clip abs maximum "
@@ -131,7 +116,6 @@ _FUNCTIONS: Mapping[Rule, str] = {
     "new_zeros new_empty new_full copy setitem "
     "eq ne lt le gt ge logical_and logical_or logical_not and or invert erf log",
     _joins: "cat",
-    _reduces: "mean sum var max min amax amin norm logsumexp",
     _takes_rows: "softmax log_softmax layer_norm rms_norm",
     _multiplies: "matmul bmm baddbmm rmatmul",
     _attends: "scaled_dot_product_attention",
@@ -178,9 +162,8 @@ class Comparison:
             return f"computes {call.function} with a number that depends on how many heads there are"
         if all(each.dim is None for each in read):
             is_made = call.function in _FILLS or all(each.dim is None for each in made)
-            return (
-                "" if is_made or _spreads(call.function, read, made) else f"makes a part of a tensor by {call.function}"
-            )
+            is_known = is_made or _spreads(call.function, read, made)
+            return "" if is_known else f"makes a part of a tensor by {call.function}"
         rule = RULES.get(call.function)
         if rule is None:
             return f"reads a part of a tensor by {call.function}, for which there is no rule"

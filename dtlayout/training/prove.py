@@ -28,7 +28,7 @@ from dtlayout.models.families import find_weight
 from dtlayout.models.files import trace_model
 from dtlayout.models.proofs import AXES
 from dtlayout.models.traced import find_whole, read_trace
-from dtlayout.models.weights import list_described
+from dtlayout.models.weights import list_pieces
 from dtlayout.plans.init import allocate, fill_normal, find_part
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.kernels import Kernels
@@ -259,13 +259,13 @@ def run_documents(whole: Any, tokens: Tensor, starts: Tensor) -> Tensor:
 
 def _cut_pieces(tensors: Mapping[str, Tensor], model: ModelShape) -> dict[str, Tensor]:
     """Tensors by our names of parameters, given those by the family's, of which one may hold several of ours."""
-    pieces = {f"{block}{weight.name}": (block, weight) for block, weight in list_described(model) if weight.piece}
-    joined = {f"{block}{weight.piece.name}" for block, weight in pieces.values() if weight.piece}
+    pieces = list_pieces(model)
+    joined = {own for own, _ in pieces.values()}
     whole = {name: tensor for name, tensor in tensors.items() if name not in joined}
     return whole | {
-        name: weight.piece.cut(tensors[f"{block}{weight.piece.name}"], weight.shape[0])
-        for name, (block, weight) in pieces.items()
-        if weight.piece
+        name: weight.piece.cut(tensors[own], slice(0, weight.shape[0]))
+        for name, (own, weight) in pieces.items()
+        if weight.piece is not None
     }
 
 

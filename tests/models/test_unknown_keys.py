@@ -1,4 +1,4 @@
-"""What a config.json with a key of unknown effect is answered: the key, and that its code can be traced."""
+"""A config.json with a key of unknown effect is refused with the key, and with the command that traces its code."""
 
 import json
 

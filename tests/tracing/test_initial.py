@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from dtlayout.models.files import trace_model
-from dtlayout.models.weights import list_described
+from dtlayout.models.weights import list_pieces
 from dtlayout.plans.init import fill_by_rule, fill_initial
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.tracing.building import build_model
@@ -60,17 +60,16 @@ def test_a_rule_that_goes_over_a_whole_block_is_read():
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3"])
 def test_a_weight_that_is_rows_of_the_familys_gets_what_lies_there(family, tmp_path):
-    """Of matrices that hold several, and in GPT-2 lie the other way."""
+    """Each part of a matrix that holds several, or lies the other way as in GPT-2, has the values of its own rows."""
     shape = keep_trace(family, tmp_path)
-    pieces = {f"{block}{each.name}": (block, each) for block, each in list_described(shape) if each.piece}
+    pieces = list_pieces(shape)
     assert len(pieces) > 6
     weights = {name: torch.empty(each.shape) for name, (_, each) in pieces.items()}
     fill_initial(weights.items(), shape, 0)
-    for name, (block, each) in pieces.items():
+    for name, (own, each) in pieces.items():
         whole = torch.empty(each.piece.find_shape(each.shape))
-        own = f"{block}{each.piece.name}"
         fill_by_rule(whole, find_rules(shape.trace)[0][own], 0, own)
-        assert torch.equal(each.piece.cut(whole, each.shape[0]), weights[name])
+        assert torch.equal(each.piece.cut(whole, slice(0, each.shape[0])), weights[name])
         assert whole.dim() == 1 or whole.std() > 0
 
 

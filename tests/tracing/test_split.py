@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 class States(Block):
-    """Its code states how many heads there are."""
+    """A block whose code states how many heads there are."""
 
     def split_heads(self, x):
         return x.view(*x.shape[:2], self.num_heads, WIDTH).transpose(1, 2)
