@@ -124,11 +124,11 @@ def without_code(described: Description) -> Description:
 def _strip(operation: Operation) -> Operation:
     match operation:
         case Norm():
-            return replace(operation, keeps=(), beside="")
+            return replace(operation, keeps=(), moves=(0, 0), beside="")
         case Activation():
-            return replace(operation, own=-1, keeps_opened=True)
+            return replace(operation, own=-1, keeps_opened=True, moves=(0, 0))
         case SelfAttention():
-            return replace(operation, held=0)
+            return replace(operation, held=0, scores=())
     return operation
 
 

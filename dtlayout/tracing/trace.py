@@ -29,10 +29,11 @@ from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.tracing.building import build_model
+from dtlayout.tracing.building import build_model, without_dropout
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
+from dtlayout.tracing.scores import ScoreMeter
 from dtlayout.tracing.split import Rehearsal, Split, find_split
 
 ATTENTION = "dtlayout-trace"
@@ -64,8 +65,10 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         own = config
         if parsed.model_type != config.get("model_type"):  # the part that reads text, of a config with several
             own = {**json.loads(parsed.to_json_string(use_diff=False)), "model_type": parsed.model_type}
+        trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed)
+        kinds = ScoreMeter(model, blocks_name, recorder.fake).measure(trace.kinds, trace.shape.block_kinds)
         return replace(
-            _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed),
+            trace, kinds=kinds,
             config=own, library=find_version("transformers"),
         )  # fmt: skip
     except InvalidConfig as error:
@@ -91,6 +94,8 @@ def describe_module(
         records = record(model, blocks, recorder, example_inputs)
         recorder.release()
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, is_tied=is_tied)
+        meter = ScoreMeter(model, blocks_name, recorder.fake, example_inputs)
+        trace = replace(trace, kinds=meter.measure(trace.kinds, trace.shape.block_kinds))
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
@@ -109,7 +114,7 @@ def build(parsed: Any, dtype: torch.dtype) -> nn.Module:
         options = {} if attention is None else {"attn_implementation": attention}
         try:
             with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), dtype=dtype, **options)
+                model: nn.Module = AutoModelForCausalLM.from_config(without_dropout(parsed), dtype=dtype, **options)
             if attention is None or model._supports_attention_backend:
                 return model.eval()
         except Exception as error:  # whatever a model's own code raises
