@@ -80,8 +80,11 @@ SEVEN_BILLION: Mapping[str, dict[str, Any]] = {
     },
     "olmo": {"max_position_embeddings": SEQ_LEN},
     "gemma": {},
+    "gemma2": {},
+    "bloom": {"hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250_880},
 }  # fmt: skip
-"""Family → sizes of StarCoder2 7B, Pythia 6.9B, OLMo 7B and Gemma 7B."""
+"""Family → sizes of StarCoder2 7B, Pythia 6.9B, OLMo 7B and Gemma 7B; of Gemma 2 2B, whose attention has a softcap, and
+BLOOM 7.1B, which has its own: their scores lie in memory."""
 LAYOUTS = (
     Layout(dp_shard=8, zero=3, micro_batch=1),
     Layout(dp_shard=8, zero=3, micro_batch=1, recompute="full"),

@@ -86,7 +86,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
 
 def _describe_scores(scenario: Scenario, estimate: Estimate) -> list[tuple[str, str]]:
     """A row on attention whose scores lie in memory; none where a kernel computes them in pieces."""
-    kept, most = weigh_scores(scenario, estimate.layout)
+    kept, most = weigh_scores(scenario, estimate.layout, estimate.kernels)
     if not kept:
         return []
     held = f"{format_bytes(kept)} kept by a block of each microbatch, {format_bytes(most)} at its fullest"

@@ -29,7 +29,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     peak, tokens = matrix_flops_per_s(scenario), tokens_of(scenario, layout)
     flops = tokens * count_attention_flops_per_token(model, seq_len) / layout.tp
     if not holds_scores(scenario, kernels):
-        if scores_of(scenario).repeats_heads:  # a mask hides what it will from a kernel that computes all
+        if scores_of(scenario, kernels).repeats_heads:  # a mask hides what it will from a kernel that computes all
             forward_s = flash_s(scenario, _MASKED, 2 * flops)
         else:
             forward_s = flash_s(scenario, kernels.attention, flops * describe(model).attention.seen_share(seq_len))
@@ -41,17 +41,18 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     return matmuls + moved_s, 2 * matmuls + moved_again_s
 
 
-def scores_of(scenario: Scenario) -> ScoreBytes:
+def scores_of(scenario: Scenario, kernels: Kernels) -> ScoreBytes:
     """Bytes of each score where our trainer runs a model's own attention; none where a kernel computes it in pieces."""
     if not scenario.engine.features.casts_itself:
         return NONE
     scores = describe(scenario.model).attention.scores
-    return find_score_bytes(scores, scenario.batch.seq_len, activation_size(scenario))
+    found = find_score_bytes(scores, scenario.batch.seq_len, activation_size(scenario))
+    return found.compile(activation_size(scenario)) if kernels.compiles_blocks else found
 
 
 def holds_scores(scenario: Scenario, kernels: Kernels) -> bool:
     """Whether each score lies in memory: of a model's own attention, or of a kernel of separate operations."""
-    return scores_of(scenario).are_in_memory or find_kernel(AttentionKernel, kernels.attention).holds_scores
+    return scores_of(scenario, kernels).are_in_memory or find_kernel(AttentionKernel, kernels.attention).holds_scores
 
 
 def name_kept(scenario: Scenario, kernels: Kernels) -> Kept:
@@ -60,7 +61,7 @@ def name_kept(scenario: Scenario, kernels: Kernels) -> Kept:
     Of a model's own code these are batched matmuls: a part of attention to a kernel of separate operations, and else
     matmuls like others (`plans.apply`).
     """
-    is_own = scores_of(scenario).are_in_memory
+    is_own = scores_of(scenario, kernels).are_in_memory
     return "matmuls" if is_own and not find_kernel(AttentionKernel, kernels.attention).holds_scores else "attention"
 
 
@@ -74,7 +75,7 @@ def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tup
     """Seconds of moving every score through memory between attention's matmuls, in forward and in backward; zeros for
     flash kernels."""
     scores = tokens_of(scenario, layout) * scenario.batch.seq_len * describe(scenario.model).attention.num_heads
-    own, kernel = scores_of(scenario), find_kernel(AttentionKernel, kernels.attention)
+    own, kernel = scores_of(scenario, kernels), find_kernel(AttentionKernel, kernels.attention)
     if own.are_in_memory:
         moved = own.moved_forward, own.moved_backward
     elif kernel.holds_scores:
@@ -86,10 +87,10 @@ def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tup
     return forward_s, backward_s
 
 
-def weigh_scores(scenario: Scenario, layout: Layout) -> tuple[float, float]:
+def weigh_scores(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
     """Bytes of scores that a block keeps of a microbatch on one rank, and those that it holds at its fullest; zeros
     where a kernel computes them in pieces."""
-    own = scores_of(scenario)
+    own = scores_of(scenario, kernels)
     scores = tokens_of(scenario, layout) * scenario.batch.seq_len * describe(scenario.model).attention.num_heads
     scores /= layout.tp
     return scores * own.kept, scores * (own.kept + max(own.in_forward, own.in_backward))

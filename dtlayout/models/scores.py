@@ -21,6 +21,8 @@ class ScoreBytes(NamedTuple):
     """Held by backward at its fullest, beside what is kept."""
     products: float = 0.0
     """Of results of batched matmuls, which some recomputations keep."""
+    matmuls: float = 0.0
+    """Of results of all matmuls of queries and keys, which are what a compiler goes on from."""
     moved_forward: float = 0.0
     """Moved through memory by forward's passes over scores; matmuls are not counted."""
     moved_backward: float = 0.0
@@ -40,6 +42,20 @@ class ScoreBytes(NamedTuple):
     def are_in_memory(self) -> bool:
         """Whether scores of heads lie in memory, and no kernel computes them in pieces."""
         return self.in_forward + self.kept > 0
+
+    def compile(self, element_bytes: int) -> "ScoreBytes":
+        """Bytes where a compiler sees the block whole.
+
+        It keeps the product of queries and keys, and what is multiplied with values: seen of torch's partitioner. It is
+        assumed to fuse all passes between matmuls into one kernel, which was not measured on a GPU.
+        """
+        if not self.are_in_memory:
+            return self
+        both = self.matmuls + element_bytes
+        return ScoreBytes(
+            kept=both, in_backward=both, products=self.products, matmuls=self.matmuls,
+            moved_forward=both + self.matmuls, moved_backward=2 * both, mask=self.mask, keeps_mask=self.mask > 0,
+        )  # fmt: skip
 
     @property
     def repeats_heads(self) -> bool:

@@ -63,7 +63,7 @@ class ScoreWatch(TorchDispatchMode):
     def __init__(self, seq_len: int, num_heads: int):
         super().__init__()
         self.seq_len, self.num_heads = seq_len, num_heads
-        self.held, self.moved, self.products = _Held(), _Held(), _Held()
+        self.held, self.moved, self.products, self.matmuls = _Held(), _Held(), _Held(), _Held()
         self.most = (0, 0)
         """Bytes at the fullest since `restart`."""
         self.known: dict[int, Any] = {}
@@ -71,7 +71,7 @@ class ScoreWatch(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget what was moved and held at most until now."""
-        self.moved, self.products, self.most = _Held(), _Held(), self.held.now
+        self.moved, self.products, self.matmuls, self.most = _Held(), _Held(), _Held(), self.held.now
 
     def count_pairs(self, tensor: Tensor) -> int:
         """Numbers that the memory of a tensor has for each pair of tokens; 0 if it has another size.
@@ -93,8 +93,10 @@ class ScoreWatch(TorchDispatchMode):
         shows = made and {_key(each) for each in made} <= {_key(each) for each in read}
         name = func._schema.name.rpartition("::")[2].strip("_")
         if name in _MATMULS:
-            for each in made if name == _PRODUCTS else ():
-                self.products.add(self.count_pairs(each), each.itemsize, self.num_heads)
+            for each in made:
+                self.matmuls.add(self.count_pairs(each), each.itemsize, self.num_heads)
+                if name == _PRODUCTS:
+                    self.products.add(self.count_pairs(each), each.itemsize, self.num_heads)
         elif func._schema.is_mutable or not shows:
             for each in (*read, *made):
                 self.moved.add(self.count_pairs(each), each.itemsize, self.num_heads)
@@ -170,14 +172,15 @@ class _Measurement:
     def _begin(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Cut the block off what came before it, whose backward runs first."""
         self.finish()
-        hidden = inputs[0] if inputs else named["hidden_states"]
+        hidden = next(list_tensors((inputs, named.get("hidden_states"), named)))
         entered = hidden.detach().requires_grad_()
         self._before = self.watch.held.now
         self._masks = {*self.watch.known}
         beside = [each for each in list_tensors([*inputs, *named.values()]) if each is not hidden]
         self._shared = {_key(each) for each in (*block.parameters(), *block.buffers(), *beside)}
         self.watch.restart()
-        return ((entered, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": entered})
+        given = tuple(entered if each is hidden else each for each in inputs)
+        return given, {name: entered if each is hidden else each for name, each in named.items()}
 
     def _end(self, _: nn.Module, __: Any, result: Any) -> Any:
         """Note what forward held, and give back hidden states alone."""
@@ -196,6 +199,7 @@ class _Measurement:
             kept=kept.of_heads / heads,
             in_forward=max(0, watch.most[0] - self._before[0] - kept.of_heads) / heads,
             products=watch.products.of_heads / heads,
+            matmuls=watch.matmuls.of_heads / heads,
             moved_forward=watch.moved.of_heads / heads,
             pair_kept=kept.of_pairs,
             pair_in_forward=max(0, watch.most[1] - self._before[1] - kept.of_pairs),

@@ -59,7 +59,7 @@ def test_a_block_keeps_its_scores_in_bf16_and_in_fp32(models):
     for compute, kept in (("bfloat16", 10), ("float32", 8)):
         scenario = make_scenario(models["gemma2"], compute=compute)
         own = Sizes(scenario, Layout(), FLASH)
-        scores = scores_of(scenario)
+        scores = scores_of(scenario, FLASH)
         assert scores.kept == kept
         plain = Sizes(without_scores(scenario), Layout(), FLASH)
         attention = scenario_attention(scenario)
@@ -104,7 +104,7 @@ def test_a_prediction_of_several_kinds_of_blocks_holds_scores_and_masks(models):
         layout = Layout(dp_shard=4, zero=3, recompute=recompute)
         return sum(fullest_finder(of, layout, FLASH, stage)(0))
 
-    scores, pairs = scores_of(scenario), TOKENS * SEQ_LEN
+    scores, pairs = scores_of(scenario, FLASH), TOKENS * SEQ_LEN
     plain = without_scores(scenario)
     all_kept = num_layers * pairs * (HEADS * scores.kept + scores.pair_kept)
     assert peak(scenario, "none") - peak(plain, "none") >= all_kept
@@ -137,7 +137,7 @@ def test_time_of_scores_in_memory_is_that_of_matmuls_and_passes(models):
     assert backward_s - moved_again_s == pytest.approx(2 * (forward_s - moved_s))
     assert attention_s(scenario, Layout(), MATH) == (forward_s, backward_s)  # whatever kernels.attention says
     other = make_scenario(models["bloom"], "torchtitan")
-    assert scores_of(other) == NONE and score_traffic_s(other, Layout(), FLASH) == (0, 0)
+    assert scores_of(other, FLASH) == NONE and score_traffic_s(other, Layout(), FLASH) == (0, 0)
 
 
 def test_a_kernel_with_a_mask_computes_what_the_mask_hides(models):
@@ -167,9 +167,9 @@ def test_batched_matmuls_are_kept_as_attention_or_as_matmuls(models):
 def test_what_explain_says_is_what_a_block_holds(models):
     scenario = make_scenario(models["gemma2"])
     scores = TOKENS * SEQ_LEN * HEADS
-    assert weigh_scores(scenario, Layout()) == (10 * scores, 16 * scores)
-    assert weigh_scores(scenario, Layout(tp=2)) == (5 * scores, 8 * scores)
-    assert weigh_scores(make_scenario(models["llama"]), Layout()) == (0, 0)
+    assert weigh_scores(scenario, Layout(), FLASH) == (10 * scores, 16 * scores)
+    assert weigh_scores(scenario, Layout(tp=2), FLASH) == (5 * scores, 8 * scores)
+    assert weigh_scores(make_scenario(models["llama"]), Layout(), FLASH) == (0, 0)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])

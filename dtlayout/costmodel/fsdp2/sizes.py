@@ -31,7 +31,7 @@ from dtlayout.costmodel.scenario import (
 from dtlayout.costmodel.traffic import is_rope_fused
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import ATTENDED, Norm
-from dtlayout.models.scores import NONE
+from dtlayout.models.scores import NONE, ScoreBytes
 from dtlayout.models.tape import HIDDEN, TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
@@ -178,17 +178,16 @@ class Sizes:
             copy, softmax = rows * model.head_width, rows * seq_len
             self.attention, self.attention_results = 3 * copy + softmax + output, softmax + copy
             self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
-        if scores_of(scenario) != NONE:
-            self._weigh_scores(scenario, layout)
+        if (own := scores_of(scenario, kernels)) != NONE:
+            self._weigh_scores(scenario, layout, own)
         if layout.cp > 1:
             by_heads = CONTEXT_METHODS[layout.cp_method].splits_heads
             (self._weigh_exchanges if by_heads else self._weigh_parts)(scenario, layout, kernel)
 
-    def _weigh_scores(self, scenario: Scenario, layout: Layout) -> None:
+    def _weigh_scores(self, scenario: Scenario, layout: Layout, found: ScoreBytes) -> None:
         """Attention of a model's own code, or with a mask, as its trace has measured it: keys and values are repeated
         for every query head, and a recomputation keeps the results of batched matmuls."""
         attention, tokens = self.description.attention, tokens_of(scenario, layout)
-        found = scores_of(scenario)
         pairs = tokens * scenario.batch.seq_len
         scores = pairs * attention.num_heads / self.tp
         self.mask, self.keeps_mask = pairs * found.mask, found.keeps_mask
