@@ -82,9 +82,15 @@ SEVEN_BILLION: Mapping[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {},
     "bloom": {"hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250_880},
+    "phi3": {
+        "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 8192,
+        "vocab_size": 32_064, "max_position_embeddings": SEQ_LEN, "sliding_window": None,
+    },
+    "olmo2": {"max_position_embeddings": SEQ_LEN, "vocab_size": 100_352},
+    "gpt2": {"n_embd": 1536, "n_layer": 48, "n_head": 24, "n_positions": SEQ_LEN},
 }  # fmt: skip
-"""Family → sizes of StarCoder2 7B, Pythia 6.9B, OLMo 7B and Gemma 7B; of Gemma 2 2B, whose attention has a softcap, and
-BLOOM 7.1B, which has its own: their scores lie in memory."""
+"""Family → sizes of StarCoder2 7B, Pythia 6.9B, OLMo 7B, Gemma 7B, Phi-3 mini, OLMo 2 7B and GPT-2 XL; of
+Gemma 2 2B, whose attention has a softcap, and BLOOM 7.1B, which has its own: their scores lie in memory."""
 LAYOUTS = (
     Layout(dp_shard=8, zero=3, micro_batch=1),
     Layout(dp_shard=8, zero=3, micro_batch=1, recompute="full"),
@@ -172,6 +178,8 @@ def count_ours(model: ModelShape) -> tuple[float, float]:
     block = sum(
         _reduce(h) for name, style in styles.items() if name.startswith(BLOCKS) and style in ("input", "rowwise")
     )
+    # A norm over all heads adds up the squares of ranks, a number in fp32 forward and one backward.
+    block += sum(2 * _reduce(1) * 4 / _ELEMENT_BYTES for style in styles.values() if style == "norm-split")
     # The head's input has a gradient that is summed; the loss sends three numbers in fp32: maximum, sum and target's.
     return block, _reduce(h) * ((EMBEDDING in styles) + (HEAD in styles)) + 3 * _reduce(1) * 4 / _ELEMENT_BYTES
 

@@ -109,7 +109,7 @@ def _run(config: Config, stop: StopRequest) -> int:
     try:
         layout = check_layout(config, _count("WORLD_SIZE") or 1)
         if not config.train.force:
-            refuse_unproven(config.model, layout)
+            refuse_unproven(config.model, layout, document_mask=config.data.document_mask)
     except DtlayoutError as error:
         # Keep the summary of an earlier run. Where there is a lease, a run is going on or has just begun.
         if is_writer and not summary and not (folder / LEASE_NAME).exists():

@@ -46,7 +46,7 @@ class TensorPlace:
     """The number of the expert in its stack; 0 where there is no stack."""
     dtype: torch.dtype
     others: tuple[StoredWeight, ...] = ()
-    """The other weights whose rows are in it."""
+    """Weights beside the first whose rows are in the tensor."""
 
     @property
     def num_bytes(self) -> int:

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     proof = _prove(config.model) if options.prove else []
     if not config.train.force:
         try:
-            refuse_unproven(config.model, layout)
+            refuse_unproven(config.model, layout, document_mask=config.data.document_mask)
         except InvalidLayout as error:
             raise InvalidLayout([*(f"{name} {line}" for name, line in proof), *error.problems]) from None
     if options.data:

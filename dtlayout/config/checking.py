@@ -15,7 +15,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.families import find_family, find_target_problems
-from dtlayout.models.traced import FAMILY, find_changed_sizes
+from dtlayout.models.traced import find_changed_sizes, find_whole
 from dtlayout.models.weights import check_init_from
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
@@ -69,11 +69,11 @@ def _check_family(config: Config) -> list[Refusal]:
 
 
 def _check_traced(config: Config) -> list[Refusal]:
-    """A traced model has the sizes of its trace, and attends as its own code says."""
+    """A traced model has the sizes of its trace, and keeps documents apart if its code can."""
     changed = [Refusal("model", each, "trace a config.json that has it") for each in find_changed_sizes(config.model)]
-    if config.model.family != FAMILY or not config.data.document_mask or changed:
+    if changed or not config.data.document_mask or "document_mask" not in (whole := find_whole(config.model)):
         return changed
-    what = f"data.document_mask=true keeps documents apart in models that are described; {config.model.name} was traced"
+    what = f"data.document_mask=true cannot keep documents apart: {whole['document_mask']}"
     return [Refusal("data.document_mask", what, "use document_mask=false")]
 
 

@@ -33,6 +33,7 @@ from dtlayout.costmodel.traffic import (
 )
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
+from dtlayout.models.operations import Norm
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
@@ -45,6 +46,8 @@ from dtlayout.spec.recompute import Recompute
 
 _MAXIMUM_BYTES = 4.0
 """A largest number in fp32."""
+_SUM_BYTES = 4.0
+"""A sum of squares in fp32."""
 
 
 class BlockTime(NamedTuple):
@@ -280,9 +283,18 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     forward_s, backward_s = num_branches * (half_s + gather_s), num_reduced * half_s
     backward_s += num_gathered * gather_s if layout.shards_sequence else num_reduced * half_s
     forward_maxima_s, backward_maxima_s = _maxima_s(scenario, layout)
-    forward_s, backward_s = forward_s + forward_maxima_s, backward_s + backward_maxima_s
+    norms_s = _spread_norms_s(scenario, layout)
+    forward_s, backward_s = forward_s + forward_maxima_s + norms_s, backward_s + backward_maxima_s + norms_s
     forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, gathered_size)
     return (forward_s - forward_hidden_s) * exposed, (backward_s - backward_hidden_s) * exposed
+
+
+def _spread_norms_s(scenario: Scenario, layout: Layout) -> float:
+    """Seconds of a block's norms over all that tp splits, in forward and again in backward: an all-reduce of a number a
+    token for each."""
+    num_norms = sum([isinstance(each, Norm) and each.over_ranks for each in describe(scenario.model).block])
+    size = tokens_of(scenario, layout) * _SUM_BYTES
+    return num_norms and num_norms * 2 * half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
 
 
 def _maxima_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:

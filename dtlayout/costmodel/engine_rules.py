@@ -309,9 +309,17 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
     if layout.shards_sequence and "sequence_parallel" in whole:
         what = f"layout.sequence_parallel: {whole['sequence_parallel']}"
         broken.append(Refusal("sequence_parallel", what, "use sequence_parallel=false"))
+    if layout.cp > 1 and "cp" in whole:
+        broken.append(Refusal("cp", f"layout.cp={layout.cp}: {whole['cp']}", "use cp=1"))
+    elif layout.cp > 1 and layout.cp_method in whole:
+        able = [name for name in engine.features.cp_methods if name not in whole]
+        what = f"layout.cp_method={layout.cp_method}: {whole[layout.cp_method]}"
+        broken.append(Refusal("cp_method", what, f"use cp_method={' or '.join(able)}"))
+    if layout.splits_backward and "splits_backward" in whole:
+        what = f"layout.schedule={layout.schedule} splits the backward: {whole['splits_backward']}"
+        broken.append(Refusal("schedule", what, "use schedule=1f1b"))
     asked = {
-        "cp": layout.cp > 1, "tp_overlap": layout.overlaps_tp,
-        f"schedule={layout.schedule}": layout.splits_backward, "offload": layout.offloads_activations,
+        "tp_overlap": layout.overlaps_tp,
         "precision.matmuls": precision.matmul_format is not None,
         "precision.base": precision.base != "compute", "precision.fake_quant": precision.fake_quant != "none",
         "adapter": model.adapter is not None,
@@ -325,12 +333,12 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
 
 
 def find_kept_whole(model: ModelShape) -> frozenset[str]:
-    """Axes over which our trainer does not split a model that it trains, and "sequence_parallel" if not that either;
-    empty for a model that is described."""
+    """Axes over which our trainer does not split a model that it trains, methods of cp that don't go, and
+    "sequence_parallel" if not that either; empty for a model that is described."""
     whole = find_whole(model)
     if model.family != FAMILY or "training" in whole:
         return frozenset()
-    return frozenset({"cp", "tp_overlap", "ep", *whole})
+    return frozenset({"tp_overlap", "ep", *whole})
 
 
 def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:

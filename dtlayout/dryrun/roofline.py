@@ -31,7 +31,9 @@ from dtlayout.mesh.axes import (
     axis_strides,
     expert_sizes,
 )
-from dtlayout.models.description import ATTEND, EMBEDDING
+from dtlayout.models.description import EMBEDDING
+from dtlayout.models.families import describe
+from dtlayout.models.operations import ATTENDED, Linear
 from dtlayout.schedules.actions import Action, Kind
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -80,8 +82,6 @@ def roofline_time(
 _Seconds = defaultdict[tuple[str, bool, Kind], float]
 """(purpose: compute, recompute or tp; whether of the embedding; kind of action) → seconds of one microbatch."""
 _BETWEEN_STAGES = ("send", "recv")
-_ATTENTION = ATTEND.rpartition(".")[0]
-"""Module in which cp's ranks attend to each other; other messages over cp carry parameters and gradients."""
 
 
 class _Rank:
@@ -89,6 +89,10 @@ class _Rank:
 
     def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, report: RankReport):
         self.scenario, self.layout, self.kernels = scenario, layout, kernels
+        linears = [each for each in describe(scenario.model).block if isinstance(each, Linear)]
+        self.attentions = tuple(f".{each.module.rpartition('.')[0]}" for each in linears if each.reads == ATTENDED)
+        """Ends of the names of modules in which cp's ranks attend to each other; other messages over cp carry
+        parameters and gradients."""
         self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
         """Stage → seconds of one microbatch, on average."""
         self.dp_s = self.optimizer_s = self.message_s = 0.0
@@ -126,7 +130,7 @@ class _Rank:
         """Purpose of work or a message (compute, recompute, tp, pp or dp), and seconds of all its repetitions."""
         what = done.what
         if isinstance(what, Message):
-            waits = what.axis in (TP, EP) or (what.axis == CP and done.place.module.endswith(_ATTENTION))
+            waits = what.axis in (TP, EP) or (what.axis == CP and done.place.module.endswith(self.attentions))
             spent = PP if what.name in _BETWEEN_STAGES else TP if waits else "dp"
             return spent, done.count * self._message_s(what, is_of_update=done.place.action is None)
         spent = "recompute" if done.place.is_again else "compute"

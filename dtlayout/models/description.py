@@ -33,6 +33,8 @@ EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "m
 """Modules of a whole model; the star stands for a block's number."""
 ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
 """Names of the places that depend on where tokens stand: tables, and functions of a model or of each block."""
+POSITIONS, TRACED_ATTEND, TRACED_OTHERWISE = "model.positions", "attend", "attend_otherwise"
+"""Names of such places in traced models: positions, and functions of some module of each block."""
 
 
 _NORM_PARAMETERS: Mapping[str, tuple[Literal["weight", "bias"], ...]] = {

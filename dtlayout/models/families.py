@@ -106,6 +106,8 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+BUILT_IN = frozenset(FAMILIES)
+"""Families that are here without being registered; transformers builds each of them."""
 TRACED = Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.stage:build_traced")
 """The family of the models that nobody described: their blocks are in the file of a trace."""
 

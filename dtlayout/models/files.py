@@ -15,9 +15,9 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_cache, parse_json, write_whole
 from dtlayout.base.formatting import find_version, shorten
-from dtlayout.models.families import FAMILIES, find_family
+from dtlayout.models.families import BUILT_IN, FAMILIES, find_family
 from dtlayout.models.family import SIZE_KEYS
-from dtlayout.models.hf_config import parse_hf
+from dtlayout.models.hf_config import UnknownKeys, parse_hf
 from dtlayout.models.hf_experts import write_experts
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.planned_families import REFUSED
@@ -45,6 +45,14 @@ def find_model(text: str) -> ModelShape:
             return parse_trace(config, str(path.absolute())).shape
         try:
             return name_model(parse_hf(config), config, path)
+        except UnknownKeys as error:
+            if (kind := config.get("model_type")) is None or kind in FAMILIES.keys() - BUILT_IN:
+                raise  # transformers knows no family that a user has registered
+            advice = (
+                f"dtlayout trace {path} --output model.json reads off the code of transformers what it computes; use "
+                f"--model model.json then"
+            )
+            raise InvalidConfig([*error.problems, advice]) from None
         except InvalidConfig:
             if isinstance(config, dict) and isinstance(kind := config.get("model_type"), str) and kind not in FAMILIES:
                 if kind not in REFUSED:

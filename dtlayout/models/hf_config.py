@@ -58,12 +58,16 @@ _USUAL = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
 """Key → values that the blocks here compute."""
 
 
+class UnknownKeys(InvalidConfig):
+    """A config.json of a family that is known, with keys that may compute what no description here does."""
+
+
 def parse_hf(config: Any, name: str = "") -> ModelShape:
     """The sizes of a model, from its parsed config.json; missing keys get the family's defaults in `transformers`.
 
     `name` becomes the model's name, and an empty one becomes "own"; `name_model` finds a better one. InvalidConfig if
     the model is of another family or architecture. Otherwise it has a line for each missing size, and for each key that
-    may change the model in a way not computed here.
+    may change the model in a way not computed here; it is UnknownKeys if no size is missing.
     """
     if not isinstance(config, dict):
         raise InvalidConfig("it is no table of sizes")
@@ -80,7 +84,8 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     if values["num_kv_heads"] is None:
         values["num_kv_heads"] = values.get("num_heads")
     required = [SIZE_KEYS[each.name] for each in fields(ModelShape) if _is_missing(each, values)]
-    problems += [f"{key} is missing{': it is null' * (key in config)}" for key in required]
+    missing = [f"{key} is missing{': it is null' * (key in config)}" for key in required]
+    problems += missing
     problems += _find_unknown(config, family)
     if values["head_dim"] is None and family.defaults.get("head_dim") is not None:
         problems.append(
@@ -95,7 +100,7 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     rope, rope_problems = _read_rope(config, values["rope_theta"], defaults)
     experts, expert_problems = read_experts(config, family)
     if problems := problems + rope_problems + expert_problems:
-        raise InvalidConfig(problems)
+        raise InvalidConfig(problems) if missing else UnknownKeys(problems)
     table = {"name": name or "own", "family": family.name, **family.traits, **values, **rope, **windows}
     if experts:
         table["experts"] = {**family.traits.get("experts", {}), **experts}
@@ -115,7 +120,7 @@ def _parse_planned(config: dict[str, Any], family: Family, problems: list[str], 
     """The sizes of a model that is planned and not trained."""
     table, found = read_planned(config, family)
     if problems := [*problems, *found, *_find_unknown(config, family)]:
-        raise InvalidConfig(problems)
+        raise UnknownKeys(problems)
     table |= {"name": name or "own", "family": family.name}
     try:
         return toml.parse(table, ModelShape, "model")

@@ -17,19 +17,20 @@ from dtlayout.models.traced import FAMILY, hash_code, read_trace
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
-AXES = ("fsdp", "pp", "tp", "sequence_parallel")
-"""Features of a layout that a proof tests."""
+AXES = ("fsdp", "pp", "tp", "sequence_parallel", "cp", "offload", "splits_backward", "document_mask")
+"""Features of a layout, and of data, that a proof tests."""
 TOLERANCE = 1e-10
 """Relative differences of a loss or a gradient in float64 up to this one are rounding."""
 _CODE = ("mesh", "models", "ops", "pipelining", "plans", "schedules", "spec", "tracing", "training")
 """Folders of our own code that build, split and step a model, or prove that."""
 
 
-def list_axes(layout: Layout) -> list[str]:
-    """The axes for which a layout needs a proof."""
+def list_axes(layout: Layout, *, document_mask: bool = False) -> list[str]:
+    """The axes for which a layout, with documents that are perhaps kept apart, needs a proof."""
     used = {
         "fsdp": layout.dp * layout.cp > 1, "pp": layout.pp > 1, "tp": layout.tp > 1,
-        "sequence_parallel": layout.shards_sequence,
+        "sequence_parallel": layout.shards_sequence, "cp": layout.cp > 1, "offload": layout.offloads_activations,
+        "splits_backward": layout.splits_backward, "document_mask": document_mask,
     }  # fmt: skip
     return [axis for axis in AXES if used[axis]]
 
@@ -56,29 +57,26 @@ def write_proof(model: ModelShape, differences: Mapping[str, float]) -> Path:
     return file
 
 
-def find_unproven(model: ModelShape, layout: Layout) -> list[str]:
+def find_unproven(model: ModelShape, layout: Layout, *, document_mask: bool = False) -> list[str]:
     """The axes of a layout on which a traced model was not yet seen to be exact; empty for a described one."""
-    return _list_unproven(read_proof(model), layout) if model.family == FAMILY else []
-
-
-def _list_unproven(known: Mapping[str, float], layout: Layout) -> list[str]:
-    return [axis for axis in list_axes(layout) if not known.get(axis, 1.0) <= TOLERANCE]
-
-
-def refuse_unproven(model: ModelShape, layout: Layout) -> None:
-    """InvalidLayout if a traced model was not yet seen to train exactly on the axes of a layout."""
     if model.family != FAMILY:
+        return []
+    known = read_proof(model)
+    return [axis for axis in list_axes(layout, document_mask=document_mask) if not known.get(axis, 1.0) <= TOLERANCE]
+
+
+def refuse_unproven(model: ModelShape, layout: Layout, *, document_mask: bool = False) -> None:
+    """InvalidLayout if a traced model was not yet seen to train exactly on the axes of a layout."""
+    if not (missing := find_unproven(model, layout, document_mask=document_mask)):
         return
     known = read_proof(model)
-    missing = _list_unproven(known, layout)
     if failed := [axis for axis in missing if axis in known]:
         found = ", ".join(f"{axis} by {known[axis]:.1e}" for axis in failed)
         raise InvalidLayout(f"{model.name} was traced, and its proof differs from one process: {found}; leave that out")
-    if missing:
-        raise InvalidLayout(
-            f"{model.name} was traced, and no proof shows yet that it trains exactly with {' and '.join(missing)}; "
-            f"dtlayout check CONFIG --world N --prove makes one on four processes here, train.force=true goes without"
-        )
+    raise InvalidLayout(
+        f"{model.name} was traced, and no proof shows yet that it trains exactly with {' and '.join(missing)}; "
+        f"dtlayout check CONFIG --world N --prove makes one on four processes here, train.force=true goes without"
+    )
 
 
 def _find_file(model: ModelShape) -> Path:

@@ -42,7 +42,7 @@ class StoredWeight:
     is_counter: bool
     """Whether a step counts it, so that a format that is coarser than float32 would spoil it."""
     piece: Piece | None = None
-    """Where it lies in its tensor, which holds more than this weight, or holds it transposed."""
+    """Rows of its tensor that it is, where the tensor holds more, or lies transposed."""
     unit_dim: int | None = None
     """Dimension of size 1 that the tensor on disk has beside the weight's, as the vectors of an adapter have one."""
 

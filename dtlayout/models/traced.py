@@ -31,8 +31,8 @@ VERSION = 3
 _OPERATIONS = {kind.__name__: kind for kind in get_args(Operation)}
 
 
-class Counts(NamedTuple):
-    """What a block's code asks of whole attention, and each rank has a part of."""
+class Divided(NamedTuple):
+    """Numbers and arguments of a block's code that are about all heads, and that tp divides by its ranks."""
 
     numbers: tuple[str, ...] = ()
     """Numbers of heads or of their elements, such as self_attn.num_heads or self_attn.config.num_heads."""
@@ -56,14 +56,14 @@ class Trace:
     """Axis of a layout, such as tp → reason why the trainer cannot split the model over it."""
     names: Mapping[str, str]
     """Our module, such as "model.layers" → the model's own name of it."""
-    counts: Counts = Counts()  # noqa: RUF009
-    """What its blocks' code asks of whole attention, and tp splits."""
+    divided: tuple[Divided, ...]
+    """Numbers and arguments of its blocks' code that tp divides, for each kind."""
 
     def dumps(self) -> str:
         """The text of the trace's file."""
         content = {
             MARK: VERSION, "transformers": self.library, "model": _known(asdict(self.shape)),
-            "whole": dict(self.whole), "names": dict(self.names), "counts": self.counts._asdict(),
+            "whole": dict(self.whole), "names": dict(self.names), "divided": [each._asdict() for each in self.divided],
             "kinds": [_write(each) for each in self.kinds], "config": dict(self.config),
         }  # fmt: skip
         return json.dumps(content, indent=1, sort_keys=False) + "\n"
@@ -147,7 +147,7 @@ def parse_trace(content: Mapping[str, Any], path: str) -> Trace:
             library=content["transformers"],
             whole=content["whole"],
             names=content["names"],
-            counts=Counts(**{key: tuple(value) for key, value in content["counts"].items()}),
+            divided=tuple(Divided(**{key: tuple(value) for key, value in each.items()}) for each in content["divided"]),
         )
     except (KeyError, TypeError) as error:
         raise InvalidConfig(f"model.trace={path!r} is damaged: {error}; trace the model again") from None

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
         return (tensor.t() if self.is_transposed else tensor)[self.first : self.first + num_rows]
 
     def find_place(self, offset: tuple[int, ...]) -> tuple[int, ...]:
-        """Where in the tensor an element of the parameter lies."""
+        """Index in the tensor of an element of the parameter."""
         place = (self.first + offset[0], *offset[1:])
         return place[::-1] if self.is_transposed else place
 
@@ -60,7 +60,7 @@ class Weight:
     is_counter: bool = False
     """Whether no gradient moves it, but what a step counts: each rank has all of it, in fp32 or finer."""
     piece: Piece | None = None
-    """Where it lies in a tensor on disk that holds more than it; None where a tensor holds it alone, and as it is."""
+    """Rows of a tensor on disk that it is; None where a tensor holds it alone, and as it is."""
 
     @property
     def numel(self) -> int:

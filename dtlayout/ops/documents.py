@@ -80,7 +80,23 @@ def make_mask(starts_BS: Tensor, dtype: torch.dtype) -> Tensor:
 
     It has the format of the scores: a boolean one would be converted, and kept for backward, in each layer.
     """
+    is_seen = see_documents(starts_BS)
+    return torch.zeros(is_seen.shape, dtype=dtype, device=starts_BS.device).masked_fill_(~is_seen, -torch.inf)
+
+
+def see_documents(starts_BS: Tensor) -> Tensor:
+    """Mask [B, 1, S, S] that is true where a query may see a key."""
     positions_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
-    is_hidden_BSS = (positions_S > positions_S[:, None]) | (positions_S < starts_BS[..., None])
-    mask_BSS = torch.zeros(is_hidden_BSS.shape, dtype=dtype, device=starts_BS.device)
-    return mask_BSS.masked_fill_(is_hidden_BSS, -torch.inf).unsqueeze(1)
+    return ((positions_S <= positions_S[:, None]) & (positions_S >= starts_BS[..., None])).unsqueeze(1)
+
+
+def find_starts(offsets: Tensor, num_samples: int, seq_len: int) -> Tensor:
+    """Position at which the document of each token starts, [B, S] int64, of the offsets of `list_offsets`.
+
+    >>> find_starts(torch.tensor([0, 2, 3, 4, 6, 6, 6, 6]), 2, 3)
+    tensor([[0, 0, 2],
+            [0, 1, 1]])
+    """
+    places = torch.arange(num_samples * seq_len, device=offsets.device)
+    firsts = offsets[torch.searchsorted(offsets, places, right=True) - 1].to(torch.int64)
+    return (firsts - places).view(num_samples, seq_len) + torch.arange(seq_len, device=offsets.device)

@@ -118,7 +118,7 @@ def list_choices(space: Space, best: Estimate) -> Iterator[tuple[str, Any]]:
         degree = getattr(layout, axis)
         around = [degree // 2] * (degree % 2 == 0) + [2 * degree] * (num_gpus % (2 * degree) == 0)
         others[axis] = around if space.has_axis(axis) and (axis != "ep" or space.scenario.model.experts) else []
-    others["cp_method"] = list(space.scenario.engine.features.cp_methods) if layout.cp > 1 else []
+    others["cp_method"] = space.cp_methods(layout.cp) if layout.cp > 1 else []
     size = layout.micro_batch
     others["micro_batch"] = [size // 2] * (size % 2 == 0) + [2 * size]
     is_open = layout.pp > 1 and "schedule" not in space.fixed  # which says with how many virtual stages it goes

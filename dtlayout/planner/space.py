@@ -158,7 +158,7 @@ class Space:
 
     @cached_property
     def _kept_whole(self) -> Collection[str]:
-        """Axes over which our trainer does not split this model, and sequence parallelism if not that either."""
+        """Axes over which our trainer does not split this model, and other features of layouts that it allows not."""
         model, engine = self.scenario.model, self.scenario.engine
         return find_kept_whole(model) if engine.name == OWN_ENGINE else ()
 
@@ -249,8 +249,8 @@ class Space:
         return self.choose("sequence_parallel", wanted if tp > 1 else (True,))
 
     def cp_methods(self, cp: int) -> list[str]:
-        """Values of cp_method: all of the engine's if they make a difference, else one."""
-        methods = self.scenario.engine.features.cp_methods
+        """Values of cp_method: all of the engine's that the model allows if they make a difference, else one."""
+        methods = [name for name in self.scenario.engine.features.cp_methods if name not in self._kept_whole]
         return self.choose("cp_method", methods) if cp > 1 else [self.fixed.get("cp_method", DEFAULT_CONTEXT_METHOD)]
 
     def tp_overlap(self, tp: int) -> list[bool]:

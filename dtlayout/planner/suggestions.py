@@ -5,7 +5,7 @@ Each function returns one sentence or none, and costs a narrow search or a few e
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from dtlayout.base.formatting import GIB, join_alike, three_digits
 from dtlayout.costmodel.engine import OWN_ENGINE
@@ -206,9 +206,10 @@ def remark_on_precision(search: Search, ranked: Sequence[Estimate]) -> str:
             estimator = Estimator(replace(scenario, precision=precision))
             found = [estimator.estimate(each.layout, each.kernels) for each in ranked]
             faster += [(e.step_time_s, name, e) for e in found if search.has_room(e)]
-    if not faster or (factor := ranked[0].step_time_s / min(faster)[0]) < LEAST_FACTOR:
+    # By the time alone: estimates of layouts that take equally long have no order.
+    time_s, name, estimate = min(faster, key=lambda each: each[0], default=(inf, "", ranked[0]))
+    if (factor := ranked[0].step_time_s / time_s) < LEAST_FACTOR:
         return ""
-    time_s, name, estimate = min(faster, key=lambda each: each[0])
     return (
         f"All layouts above multiply in bf16: {estimate.layout} with {name} would be {factor:.2f} times as fast, "
         f"{three_digits(time_s)} s a step; that changes the numerics, so ask for it with --precision matmuls={name}."

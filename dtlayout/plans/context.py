@@ -1,8 +1,9 @@
 """Context parallelism: each rank of cp has some tokens of every sequence, and attention is where they meet.
 
 `CONTEXT_STYLES` defines the styles of a plan. They change three places: the positions of a rank's tokens
-(`model.rotary`), the documents that they belong to (`model.prepare_mask`), and how they attend to all tokens (each
-block's `attend`, a function of queries, keys, values and a mask). All other parts of a block work on each token by
+(`model.rotary`, `model.positions` of a traced model), the documents that they belong to (`model.prepare_mask`), and how
+they attend to all tokens (each block's `attend`, a function of queries, keys, values and a mask; traced blocks have
+another one, `attend_otherwise`, for what kernels don't compute). All other parts of a block work on each token by
 itself, and need no change. The methods:
 
 - ring (arXiv:2310.01889 with the zig-zag order of spec/context_parallel.py): keys and values go from rank to rank.
@@ -40,12 +41,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.attention import Attend
 from dtlayout.ops.composite import composite
 from dtlayout.ops.documents import Documents, share_positions
 from dtlayout.ops.partial import join
+from dtlayout.ops.positions import OwnPositions
 from dtlayout.ops.rope import RotaryEmbedding
 from dtlayout.plans.attention_tiles import AttentionTile, Queries
 from dtlayout.plans.collectives import Group, Moved, begin_exchange, begin_gather, begin_scatter, wait
@@ -76,12 +79,13 @@ def apply_context(module: nn.Module, styles: dict[str, str], attention: str, cp_
 def hold_own_positions(order: str) -> ContextChange:
     """A change that gives a `RotaryEmbedding` tables with only the rows of this rank's tokens, in their order.
 
-    With zig-zag order it also finds the rank's positions where documents decide them.
+    `OwnPositions` are given the positions themselves. With zig-zag order it also finds the rank's positions where
+    documents decide them.
     """
 
     def change(owner: nn.Module, attribute: str, attention: str, group: Group) -> None:
         rotary = getattr(owner, attribute)
-        if not isinstance(rotary, RotaryEmbedding):
+        if not isinstance(rotary, RotaryEmbedding | OwnPositions):
             raise InvalidConfig(f"plan.context: {attribute!r} of {type(owner).__name__} is no RotaryEmbedding")
         rotary.hold(own_parts(order, rotary.max_seq_len, group.size, group.rank))
         if order == "zig-zag":
@@ -105,22 +109,44 @@ def share_documents(owner: nn.Module, attribute: str, attention: str, group: Gro
 
 
 def attend_together(method: str) -> ContextChange:
-    """A change that makes a module's `attend` see the keys of all ranks, by the method of this name.
+    """A change that makes `attend` of a module, or of modules inside it, see the keys of all ranks by this method.
 
     It maps q, k, v [B, H or G, s, K] of this rank's tokens and a mask to the result [B, H, s, K].
     """
 
     def change(owner: nn.Module, attribute: str, attention: str, group: Group) -> None:
         make = pkgutil.resolve_name(CONTEXT_METHODS[method].attend)
-        setattr(owner, attribute, make(getattr(owner, attribute), attention, method, group))
+        for module in _list_owners(owner, attribute):
+            setattr(module, attribute, make(getattr(module, attribute), attention, method, group))
 
     return change
+
+
+def refuse_to_attend(owner: nn.Module, attribute: str, attention: str, group: Group) -> None:
+    """Have a function of modules inside `owner` raise InvalidConfig: it would see this rank's keys alone."""
+
+    name = type(owner).__name__
+
+    def refuse(*_: Any) -> Tensor:
+        raise InvalidConfig(
+            f"{name} attends with a mask, a softcap or values of another width, which no kernel joins part after part; "
+            f"use layout.cp_method=all-to-all"
+        )
+
+    for module in _list_owners(owner, attribute):
+        setattr(module, attribute, refuse)
+
+
+def _list_owners(block: nn.Module, attribute: str) -> list[nn.Module]:
+    """The modules of a block that have a function of this name."""
+    return [module for module in block.modules() if attribute in vars(module)]
 
 
 CONTEXT_STYLES: dict[str, ContextChange] = {
     "zig-zag": hold_own_positions("zig-zag"),
     "contiguous": hold_own_positions("contiguous"),
     "documents": share_documents,
+    "refused": refuse_to_attend,
     **{name: attend_together(name) for name in CONTEXT_METHODS},
 }
 
@@ -129,18 +155,28 @@ CONTEXT_STYLES: dict[str, ContextChange] = {
 
 
 @cache
-def attend_by_heads(attend: Attend, attention: str, method: str, group: Group) -> Attend:
-    """`attend` on whole sequences, for each rank's share of the heads; its mask is that of whole sequences."""
+def attend_by_heads(attend: Callable[..., Tensor], attention: str, method: str, group: Group) -> Callable[..., Tensor]:
+    """`attend` on whole sequences, for each rank's share of the heads; its mask is that of whole sequences.
+
+    Values may have another width than queries and keys. Further arguments are handed on.
+    """
     cp = group.size
 
-    def attend_to_whole(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None) -> Tensor:
-        shares = [x.unflatten(1, (cp, -1)) for x in (q_BHsK, k_BGsK, v_BGsK)]
+    def attend_to_whole(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None, *further: Any) -> Tensor:
+        widths = q_BHsK.shape[-1], k_BGsK.shape[-1], v_BGsK.shape[-1]
+        shares = [_widen(x, max(widths)).unflatten(1, (cp, -1)) for x in (q_BHsK, k_BGsK, v_BGsK)]
         whole = Moved.apply(torch.cat(shares, 2), group, _give_heads, _give_tokens)
-        q, k, v = whole.split([share.shape[2] for share in shares], 1)
-        out = attend(q, k, v, mask)
+        parts = whole.split([share.shape[2] for share in shares], 1)
+        q, k, v = (x[..., :width] for x, width in zip(parts, widths, strict=True))
+        out = attend(q, k, v, mask, *further)
         return Moved.apply(out, group, _give_tokens, _give_heads).flatten(1, 2)
 
     return attend_to_whole
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Heads with zeros up to a width, so that one message has queries, keys and values."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _give_heads(x_BcHsK: Tensor, group: Group) -> Tensor:

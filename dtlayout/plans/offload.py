@@ -7,10 +7,10 @@ backward of a block is the next thing that the rank does, its tensors never leav
 tensors are their inputs, and the results that are kept besides.
 
 [Note: what is not copied]
-Four things stay on the device. Parameters, which FSDP2 frees and gathers again. Tensors that several blocks read:
-RoPE's tables, the mask of documents. The input of a stage's first block that came from another rank, which the runtime
-holds for its gradient. And storages smaller than a page of CUDA's allocator, such as a random seed. Each storage is
-copied once and whole, however many tensors use it.
+Four things stay on the device. Parameters, which FSDP2 frees and gathers again, and buffers. Tensors that several
+blocks read: RoPE's tables, the mask of documents. The input of a stage's first block that came from another rank, which
+the runtime holds for its gradient. And storages smaller than a page of CUDA's allocator, such as a random seed. Each
+storage is copied once and whole, however many tensors use it.
 
 [Note: order on a GPU]
 Copies run on two streams of their own, one in each direction of the link. A copy to the host begins when a block's
@@ -74,21 +74,25 @@ class ActivationOffloader:
             self._ends.pop(self._work[1:], None)
 
     def wrap(self, forward: ModuleForward, block: nn.Module, *, is_first: bool, is_last: bool) -> ModuleForward:
-        """Wrap the forward of a block, which may be its stage's first or last; it takes the residual stream first."""
+        """Wrap the forward of a block, which may be its stage's first or last.
 
-        def run(residual: Tensor, *others: Any) -> Any:
+        The block takes the residual stream first, and returns it, or a tuple that begins with it.
+        """
+
+        def run(residual: Tensor, *others: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
-                return forward(residual, *others)
+                return forward(residual, *others, **named)
             if is_last and (ahead := self._find_following()):
                 ahead.to_device()
             received = [residual] if residual.is_leaf and residual.requires_grad else []
-            read = [*block.parameters(), *each_tensor(others), *received]
+            read = [*block.parameters(), *block.buffers(), *each_tensor(others), *each_tensor(named), *received]
             kept = self.current = _Block(self, None if is_first else self._last, _storages(read))
             with saved_tensors_hooks(kept.pack, unpack):
-                output = forward(residual, *others)
+                output = forward(residual, *others, **named)
             self._free_device_copy()  # its tensors were copied while this block ran
-            self.current, self._last = None, kept if output.requires_grad else None
-            if not output.requires_grad:  # no backward comes for what selective recomputation has kept
+            has_backward = next(each_tensor(output)).requires_grad
+            self.current, self._last = None, kept if has_backward else None
+            if not has_backward:  # no backward comes for what selective recomputation has kept
                 kept.copies = {}
                 return output
             if is_last and self._work is not None:

@@ -33,7 +33,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dtlayout.models.adapters import LowRankLinear, RescaledLinear
-from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Operation
+from dtlayout.models.description import (
+    ATTEND,
+    BLOCKS,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MASK,
+    POSITIONS,
+    ROTARY,
+    TRACED_ATTEND,
+    TRACED_OTHERWISE,
+    Operation,
+)
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
 from dtlayout.models.routed_experts import RoutedExperts
@@ -145,7 +157,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
     experts = f"{BLOCKS}.{described.experts.module}" if described.experts and needs_expert_mesh(model, layout) else ""
     return Plan(
         tensor=tensor_styles(model, layout, casts=gathers_cast(model, precision)),
-        context=context_styles(layout),
+        context=context_styles(model, layout),
         attention=kernels.attention,
         blocks=BLOCKS,
         recompute=Recompute.parse(layout.recompute),
@@ -291,15 +303,18 @@ def _list_blocks(model: ModelShape) -> Iterator[tuple[str, tuple[Operation, ...]
     yield BLOCKS, most
 
 
-def context_styles(layout: Layout) -> dict[str, str]:
+def context_styles(model: ModelShape, layout: Layout) -> dict[str, str]:
     """Pattern → style of each place where cp's ranks meet, or know where their tokens stand; empty at cp = 1."""
     if layout.cp == 1:
         return {}
-    method = layout.context_method
-    styles: dict[str, str] = {ROTARY: method.order}
+    method, is_traced = layout.context_method, model.family == FAMILY
+    styles: dict[str, str] = {POSITIONS if is_traced else ROTARY: method.order}
     if not method.splits_heads:
         styles[MASK] = "documents"
-    return styles | {f"{BLOCKS}.{ATTEND}": method.name}
+    if not is_traced:
+        return styles | {f"{BLOCKS}.{ATTEND}": method.name}
+    otherwise = method.name if method.splits_heads else "refused"
+    return styles | {f"{BLOCKS}.{TRACED_ATTEND}": method.name, f"{BLOCKS}.{TRACED_OTHERWISE}": otherwise}
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:

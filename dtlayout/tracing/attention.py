@@ -2,8 +2,12 @@
 
 A family of `transformers` that looks its attention up by name calls `attend` with queries, keys and values. Plain
 causal attention goes to the kernel of `kernels.attention`, which is the attribute `attend` of the family's attention
-module. What kernels don't compute is done in separate operations: windows and other masks by PyTorch's
-scaled_dot_product_attention, softcaps and sinks by matmuls.
+module. What kernels don't compute is done in separate operations, by its attribute `attend_otherwise`: windows and
+other masks by PyTorch's scaled_dot_product_attention, softcaps and sinks by matmuls. Context parallelism changes both
+attributes.
+
+Where documents are kept apart, a block without a mask gets what its kernel needs (`ops.attention.prepare_mask`): a mask
+of scores, offsets of documents, or rows of positions. A window's mask is combined with that of documents.
 
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
 """
@@ -11,7 +15,7 @@ Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
 import inspect
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +23,16 @@ from torch.nn import functional as F
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.attention import bind_attention, repeat_heads
+from dtlayout.ops.documents import find_starts, see_documents
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import find_kernel
 
 NAME = "dtlayout"
 """Name of this attention in the tables of `transformers`."""
 
+_DIMS_OF_MASK = 4
+"""Dimensions of a block's own mask [B, 1, S, S]. What keeps documents apart alone has fewer: a mask [B, S, S], offsets,
+or rows of positions."""
 _UNUSED = {"position_ids", "cache_position"}
 """Tensors that families hand on to every attention function, and none reads in training."""
 
@@ -39,11 +47,30 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
+class ScoreRule(NamedTuple):
+    """How scores are made and weighed where no kernel does it."""
+
+    scale: float
+    """Factor of each product of a query and a key."""
+    is_causal: bool = True
+    """True if a token sees none that comes later; a mask says that itself."""
+    softcap: float | None = None
+    """Bound of the scores."""
+    sinks: Tensor | None = None
+    """A score of each head [H] that stands beside those of tokens."""
+    bias: Tensor | None = None
+    """Numbers that are added to the scores, [.., S, S]."""
+
+
 def bind_kernel(block: nn.Module, kernel: str) -> None:
-    """Give each attention module of a block its kernel, the value of `kernels.attention`, as attribute `attend`."""
+    """Give each attention module of a block its kernel, the value of `kernels.attention`, as attribute `attend`.
+
+    Its attribute `attend_otherwise` is the function of this name.
+    """
     for part in block.modules():
         if looks_attention_up(part):
             part.attend = bind_attention(find_kernel(AttentionKernel, kernel))  # type: ignore[assignment]
+            part.attend_otherwise = attend_otherwise  # type: ignore[assignment]
 
 
 def looks_attention_up(module: nn.Module) -> bool:
@@ -97,44 +124,44 @@ def attend(
     width = query.shape[-1]
     scale = width**-0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_plain = attention_mask is None and causal and value.shape[-1] == width
-    if softcap is not None or s_aux is not None or position_bias is not None:
-        y_BHSK = _attend_by_matmuls(
-            query, key, value, attention_mask, scale, causal=causal, softcap=softcap, sinks_H=s_aux, bias=position_bias
-        )
-    elif is_plain:
+    is_of_kernel = attention_mask is None or attention_mask.dim() < _DIMS_OF_MASK
+    is_plain = softcap is None and s_aux is None and position_bias is None and causal
+    if attention_mask is not None and attention_mask.dim() == _DIMS_OF_MASK - 1:
+        attention_mask = attention_mask.unsqueeze(1)
+    if is_of_kernel and is_plain and value.shape[-1] == width:
         factor = scale * math.sqrt(width)  # kernels divide by the root of the width
         query = query if math.isclose(factor, 1, rel_tol=1e-12) else query * factor
-        y_BHSK = module.attend(query, key, value, None)  # type: ignore[operator]
+        y_BHSK = module.attend(query, key, value, attention_mask)  # type: ignore[operator]
     else:
-        y_BHSK = F.scaled_dot_product_attention(
-            query, repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1]), attn_mask=attention_mask,
-            is_causal=causal and attention_mask is None, scale=scale,
-        )  # fmt: skip
+        asked = ScoreRule(scale, causal, softcap, s_aux, position_bias)
+        y_BHSK = module.attend_otherwise(query, key, value, attention_mask, asked)  # type: ignore[operator]
     return y_BHSK.transpose(1, 2).contiguous(), None
 
 
-def _attend_by_matmuls(
-    q_BHSK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSK: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    *,
-    causal: bool,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
+def attend_otherwise(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: ScoreRule) -> Tensor:
+    """Attention that no kernel computes, [B, H, S, K]; of documents' offsets it makes a mask."""
+    if mask is not None and mask.dim() < _DIMS_OF_MASK:
+        mask = see_documents(find_starts(mask, q_BHSK.shape[0], q_BHSK.shape[2]))
+    if asked.softcap is not None or asked.sinks is not None or asked.bias is not None:
+        return _attend_by_matmuls(q_BHSK, k_BGSK, v_BGSK, mask, asked)
+    num_heads = q_BHSK.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHSK, repeat_heads(k_BGSK, num_heads), repeat_heads(v_BGSK, num_heads), attn_mask=mask,
+        is_causal=asked.is_causal and mask is None, scale=asked.scale,
+    )  # fmt: skip
+
+
+def _attend_by_matmuls(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: ScoreRule) -> Tensor:
     """Attention with scores in memory, in fp32 or finer: softcap, then bias and mask, then sinks beside the tokens."""
     num_heads, seq_len = q_BHSK.shape[1:3]
+    scale, is_causal, softcap, sinks_H, bias = asked
     scores = q_BHSK @ repeat_heads(k_BGSK, num_heads).transpose(-1, -2) * scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     if bias is not None:
         scores = scores + bias
-    if mask is None and causal:
+    if mask is None and is_causal:
         mask = torch.ones(seq_len, scores.shape[-1], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask

@@ -7,7 +7,8 @@ Blocks keep their index in the whole model, and parameters the names of `ModelPa
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Operation
-from dtlayout.models.traced import Counts
-from dtlayout.ops.documents import Documents
+from dtlayout.models.traced import Divided
+from dtlayout.ops.attention import prepare_mask
+from dtlayout.ops.documents import Documents, see_documents
 from dtlayout.ops.loss import Head
+from dtlayout.ops.positions import OwnPositions
 from dtlayout.spec.kernels import Kernels
 from dtlayout.tracing.attention import NAME, bind_kernel
 from dtlayout.tracing.building import build_model
@@ -49,11 +52,11 @@ class TracedModel(nn.Module):
         head: bool = True,
         dtype: torch.dtype = torch.float32,
         operations: Sequence[Sequence[Operation]] = (),
-        counts: Counts = Counts(),  # noqa: B008
+        divided: Sequence[Divided] = (),
     ):
         """`config` is a `PretrainedConfig`; `layers` are the blocks to hold, all by default.
 
-        `operations` are those of each block of the model, by which it is refitted, and `counts` what tp splits of its
+        `operations` are those of each block of the model, by which it is refitted, and `divided` what tp splits of its
         code; without them blocks stay as they are.
 
         InvalidConfig for models that are no plain decoder, and for those with a table of positions that is shorter
@@ -71,8 +74,10 @@ class TracedModel(nn.Module):
         blocks = range(self.parts.num_blocks) if layers is None else layers
         for number in blocks if operations else ():
             refit(model.get_submodule(f"{self.parts.blocks}.{number}"), operations[number])
-        self.counts, self.num_heads = counts, config.num_attention_heads
-        self.model = TracedDecoder(model, self.parts, kernels, blocks, embedding=embedding, norm=head, dtype=dtype)
+        self.divided, self.num_heads = divided, config.num_attention_heads
+        self.model = TracedDecoder(
+            model, self.parts, kernels, max_seq_len, blocks, embedding=embedding, norm=head, dtype=dtype
+        )
         self.lm_head = None
         if head:
             self.lm_head = Head(
@@ -91,21 +96,28 @@ class TracedModel(nn.Module):
         num_targets: Tensor | float = 1.0,
     ) -> Tensor:
         """The loss is the sum of -log p over the valid `targets` [B, S], divided by `num_targets`, which is their
-        number in the whole step."""
-        if documents is not None:
-            raise InvalidConfig("data.document_mask keeps documents apart in described models alone; use false")
-        h_BSD = self.model(x, self.tp_shards, self.tp_shard)
+        number in the whole step.
+
+        With `documents` a token sees no other document than its own. Positions don't start anew.
+        """
+        if documents is not None and not self.model.shell.takes_mask:
+            raise InvalidConfig("data.document_mask needs attention that transformers looks up by name; use false")
+        h_BSD = self.model(x, documents, self.tp_shards, self.tp_shard)
         return h_BSD if self.lm_head is None else self.lm_head(h_BSD, targets, num_targets)
 
     def split(self, parts: int, part: int, *, sequence: bool) -> None:
         """Make this the model of one of `parts` ranks of tp, whose hidden states are with `sequence` a part of it."""
         if sequence:
             self.tp_shards, self.tp_shard = parts, part
-        for block in self.model.layers.values():
-            divide(block, self.counts.numbers, parts)
+        of_blocks = dict(enumerate(self.divided))
+        for number, block in self.model.layers.items():
+            if int(number) in of_blocks:
+                divide(block, of_blocks[int(number)].numbers, parts)
 
-        def cut(name: str, value: Any) -> Any:
-            return cut_heads(value, self.num_heads, parts, part) if name in self.counts.arguments else value
+        def cut(number: int, name: str, value: Any) -> Any:
+            if number not in of_blocks or name not in of_blocks[number].arguments:
+                return value
+            return cut_heads(value, self.num_heads, parts, part, self.model.shell.hidden.shape[0])
 
         self.model.shell.cut = cut
 
@@ -125,6 +137,7 @@ class TracedDecoder(nn.Module):
         model: Any,
         parts: ModelParts,
         kernels: Kernels,
+        max_seq_len: int,
         layers: Sequence[int],
         *,
         embedding: bool,
@@ -136,6 +149,8 @@ class TracedDecoder(nn.Module):
         table, blocks = model.get_input_embeddings(), model.get_submodule(parts.blocks)
         size = table.num_embeddings, table.embedding_dim
         self.scale = parts.embedding_scale
+        self.prepare_mask = partial(prepare_mask, kernel=kernels.attention)
+        self.positions = OwnPositions(max_seq_len)
         self.embed_tokens = nn.Embedding(*size, dtype=dtype) if embedding else None  # the token of padding is trained
         for path in parts.before:
             self._register(parts, path, model.get_submodule(path) if embedding else None)
@@ -165,19 +180,34 @@ class TracedDecoder(nn.Module):
     def _register(self, parts: ModelParts, path: str, end: nn.Module | None) -> None:
         self.register_module(parts.name_ours(path).rpartition(".")[2], end)
 
-    def forward(self, x: Tensor, tp_shards: int = 1, tp_shard: int = 0) -> Tensor:
-        """Hidden states [B, s, D] of tokens [B, S], or of hidden states; s is S / `tp_shards`."""
-        if self.embed_tokens is None:
-            h_BSD = self.shell.run(self.layers, x, x.shape[1] * tp_shards)
-        else:
-            embedded = self.embed_tokens(x)
+    def forward(self, x: Tensor, documents: Documents | None = None, tp_shards: int = 1, tp_shard: int = 0) -> Tensor:
+        """Hidden states [B, s, D] of the tokens [B, S] of a rank of cp, or of hidden states; s is S / `tp_shards`."""
+        positions, h_BSD = self.positions.find(documents, x.device), x
+        if self.embed_tokens is not None:
+            h_BSD = self.embed_tokens(x)
             if self.scale != 1:
-                embedded = embedded * torch.tensor(self.scale, dtype=embedded.dtype)  # rounded as the family does
-            if tp_shards == 1:
-                h_BSD = self.shell.embed(embedded, blocks=self.layers)
-            else:
-                entering = self.shell.embed(embedded, first=tp_shard * embedded.shape[1])
-                h_BSD = self.shell.run(self.layers, entering, x.shape[1])
+                h_BSD = h_BSD * torch.tensor(self.scale, dtype=h_BSD.dtype)  # rounded as the family does
+        self.shell.keep_apart = None if documents is None else self._keep_apart(documents, h_BSD)
+        if self.embed_tokens is not None and positions is None and tp_shards == 1:
+            h_BSD = self.shell.embed(h_BSD, blocks=self.layers)
+        else:
+            num_own = h_BSD.shape[1] * tp_shards
+            if self.embed_tokens is not None:
+                own = torch.arange(num_own, device=x.device) if positions is None else positions
+                h_BSD = self.shell.embed(h_BSD, own.chunk(tp_shards)[tp_shard])
+            seq_len = num_own if positions is None else self.positions.max_seq_len
+            h_BSD = self.shell.run(self.layers, h_BSD, seq_len, positions)
         for name in self.ends:
             h_BSD = getattr(self, name)(h_BSD)
         return h_BSD
+
+    def _keep_apart(self, documents: Documents, like: Tensor) -> Callable[[Tensor | None], Tensor]:
+        """A function from a block's own mask, true where a token sees another, to one that keeps documents apart too.
+
+        A block without a mask of its own gets what its kernel needs. Each is made once for all blocks.
+        """
+        of_kernel = self.prepare_mask(documents, like=like)
+        if of_kernel.dim() == 4:  # [B, 1, S, S]: with three it is known from a block's own mask
+            of_kernel = of_kernel.squeeze(1)
+        combine = cache(lambda own: own & see_documents(documents.starts.to(like.device, non_blocking=True)))
+        return lambda own: of_kernel if own is None else combine(own)

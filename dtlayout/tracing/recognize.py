@@ -134,6 +134,8 @@ class _Reader:
     # Calls
 
     def _read_call(self, call: Call) -> None:
+        if call.function == "setitem":  # which fills a tensor that another call has made of the same sources
+            return
         if call.function == "linear":
             self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
         elif call.function == "addmm":
@@ -344,12 +346,16 @@ class _Reader:
         kv_width = self._width_of(keys)
         num_kv_heads = max(1, kv_width // head_width) if kv_width % head_width == 0 else num_heads
         roots = self._find_roots(queries, keys, values)
+        copied = 0
         if tensors and roots[1] in (roots[0], roots[2]):  # a matrix with more than keys
-            num_kv_heads = self._count_heads(tensors[1])[0]
+            seen = num_kv_heads = self._count_heads(tensors[1])[0]
+            if roots[0] == roots[2] and roots[0] in self.linears:
+                num_kv_heads = self._count_kv_heads(self.linears[roots[0]].outputs // head_width, num_heads, seen)
+            copied = (seen - num_kv_heads) * (head_width + made)
         is_latent = roots[1] == roots[2] and roots[0] != roots[1] and len(keys.sources) > 1
         if is_latent:
             num_kv_heads = num_heads
-        self._mark(queries, keys, values, roots, is_latent=is_latent)
+        self._mark(queries, keys, values, roots, is_grouped=num_kv_heads > 1)
         heads, rotated = queries.rotated
         if rotated:
             shared = keys.rotated[1] if is_latent and keys.rotated[0] == 1 else 0
@@ -362,11 +368,11 @@ class _Reader:
         widths = (num_heads * head_width, num_kv_heads * head_width, num_kv_heads * made)
         shown = [
             width for each, root, width in zip((queries, keys, values), roots, widths, strict=True)
-            if not each.passes and root == roots[2]
+            if not each.passes and self._name_matrix(root) == self._name_matrix(roots[2])
         ]  # fmt: skip
         total = max(self.linears[roots[2]].outputs, self.linears[roots[2]].rows) if plain else 0
         held = max(0, total - sum(shown))
-        held += num_heads * made * bool(asked.get("copies"))
+        held += num_heads * made * bool(asked.get("copies")) + copied
         self.operations.append(
             SelfAttention(
                 num_heads, num_kv_heads, head_width, made, window,
@@ -375,6 +381,15 @@ class _Reader:
         )  # fmt: skip
         for each in call.makes:
             self.values[each] = Value((ATTENDED,))
+
+    def _name_matrix(self, root: str) -> str:
+        """The module whose matrix a matmul has, or has a piece of."""
+        return (root in self.linears and self.linears[root].part_of) or root
+
+    def _count_kv_heads(self, total: int, num_heads: int, seen: int) -> int:
+        """Heads of keys, of a matrix that makes `total` heads; attention may see a copy for each query head."""
+        own = (total - num_heads) // 2
+        return own if total == num_heads + 2 * own and own and seen % own == 0 else seen
 
     def _measure(self, call: Call, queries: Value, tensors: Sequence[int]) -> tuple[int, int, int]:
         """Width of a head's values, number of heads, width of a head's queries."""
@@ -402,7 +417,7 @@ class _Reader:
         root = self._root(value)
         return self.linears[root].outputs if root in self.linears else self.hidden_size
 
-    def _mark(self, queries: Value, keys: Value, values: Value, roots: Sequence[str], *, is_latent: bool) -> None:
+    def _mark(self, queries: Value, keys: Value, values: Value, roots: Sequence[str], *, is_grouped: bool) -> None:
         for value in (queries, keys, values):
             for name in value.sources:
                 self.consumers.setdefault(name, set()).add("attention")
@@ -420,7 +435,12 @@ class _Reader:
                 if root in self.linears:
                     self._replace(self.linears[root], replace(self.linears[root], is_local=local, fuses=fuses))
         for root in dict.fromkeys(roots):
-            if roots.count(root) > 1 and root in self.linears and find_pieces(self.record, self.results[root]):
+            if (
+                is_grouped
+                and roots.count(root) > 1
+                and root in self.linears
+                and find_pieces(self.record, self.results[root])
+            ):
                 self._join(root, "several of queries, keys and values")
 
     def _join(self, module: str, what: str) -> None:
@@ -432,10 +452,11 @@ class _Reader:
 
     def _spread(self, norm: Norm) -> Norm:
         """The norm of what tp splits, whose squares ranks add up."""
-        if find_rms_eps(self.block.get_submodule(norm.module)) is None:
+        modules = dict(self.block.named_modules())  # a norm may be a function's
+        if norm.module not in modules or find_rms_eps(modules[norm.module]) is None:
             self.problems.append(f"{norm.module} normalises all heads together, and is no RMSNorm")
             return norm
-        return replace(norm, over_ranks=True)
+        return replace(norm, over_ranks=True, keeps=("cast", "compute"))  # as our RMSNorm does, which takes its place
 
     def _replace(self, before: Linear, after: Linear) -> None:
         self.linears[after.module] = after

@@ -41,12 +41,14 @@ class Call:
     """Tensors that it returned, by number; one that it changed in place is its own result."""
     numbers: tuple[Any, ...]
     """Whole numbers among its arguments, such as the sizes of a view."""
-    factors: tuple[float, ...] = ()
-    """Other numbers among its arguments."""
+    factors: tuple[Any, ...] = ()
+    """Other numbers, flags and words among its arguments."""
+    whole_dims: frozenset[int] = frozenset()
+    """Dimensions that an index, of getitem or setitem, leaves as they are."""
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a piece of memory that it may share with others."""
+class MemoryPlace(NamedTuple):
+    """Memory of a tensor, which it may share with others, and the elements there that are its own."""
 
     memory: int
     """Number of the memory."""
@@ -73,10 +75,18 @@ class BlockRecord:
     """Result of attention → what the model asked for: window, softcap, sinks."""
     num_tokens: int
     """Tokens that the model ran on."""
-    places: Mapping[int, "Place"] = field(default_factory=dict)
+    places: Mapping[int, "MemoryPlace"] = field(default_factory=dict)
     """Tensor → where it lies in memory."""
     exact: frozenset[int] = frozenset()
     """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""
+
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """All that its calls say, but for values that differ from block to block, such as a scale."""
+        return tuple(
+            (each.function, each.module, each.numbers, tuple(self.shapes[made] for made in each.makes))
+            for each in self.calls
+        )
 
     def count(self, tensor: int) -> int:
         """Elements of a tensor."""
@@ -176,14 +186,15 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", str(function))
-        made = list(list_tensors(result))
+        made = list(list_tensors(args[0] if name == "__setitem__" else result))
         if self._calls is not None and made and name not in _INNER:
             read = list(list_tensors((args, kwargs)))
             self._kept |= {id(each): each for each in (*read, *made)}  # a tensor that is freed would lend its number
-            numbers, factors = (tuple(_list_numbers((args, kwargs), kind)) for kind in (int, float))
+            numbers, factors = (tuple(_list_values((args, kwargs), kind)) for kind in (int, float | bool | str))
+            dims = _find_whole_dims(*args[:2]) if name in ("__getitem__", "__setitem__") else frozenset[int]()
             module = self._modules[-1] if self._modules else ""
             self._calls.append(
-                Call(name.strip("_"), module, tuple(map(id, read)), tuple(map(id, made)), numbers, factors)
+                Call(name.strip("_"), module, tuple(map(id, read)), tuple(map(id, made)), numbers, factors, dims)
             )
         return result
 
@@ -199,18 +210,38 @@ def list_tensors(value: Any) -> Iterator[Tensor]:
         yield from list_tensors(list(value.values()))
 
 
-def _list_numbers(value: Any, kind: type) -> Iterator[Any]:
-    if isinstance(value, kind) and not isinstance(value, bool):
+def _list_values(value: Any, kind: Any) -> Iterator[Any]:
+    """Values of one kind among arguments; a flag is no whole number."""
+    if isinstance(value, bool):
+        if kind is not int:
+            yield value
+    elif isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _list_numbers(each, kind)
+            yield from _list_values(each, kind)
     elif isinstance(value, dict):
-        yield from _list_numbers(list(value.values()), kind)
+        yield from _list_values(list(value.values()), kind)
 
 
-def _find_place(tensor: Tensor) -> Place:
-    return Place(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride())
+def _find_whole_dims(tensor: Tensor, index: Any) -> frozenset[int]:
+    """Dimensions of a tensor of which an index takes all, in their order."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(each, Tensor) for each in parts):  # which takes elements in any order
+        return frozenset()
+    places = [each for each in parts if each is not None]
+    if Ellipsis in places:
+        at = places.index(Ellipsis)
+        places[at : at + 1] = [slice(None)] * (tensor.dim() - len(places) + 1)
+    places += [slice(None)] * (tensor.dim() - len(places))
+    sizes = zip(places, tensor.shape, strict=True)
+    return frozenset(
+        dim for dim, (each, size) in enumerate(sizes) if isinstance(each, slice) and each.indices(size) == (0, size, 1)
+    )
+
+
+def _find_place(tensor: Tensor) -> MemoryPlace:
+    return MemoryPlace(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride())
 
 
 def record(

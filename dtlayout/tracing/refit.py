@@ -77,7 +77,7 @@ def divide(block: nn.Module, numbers: Sequence[str], parts: int) -> None:
 
 
 def find_values(block: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    """The table of a number of `Counts`, and its name there. Modules share a config: this one gets a copy."""
+    """The table of a number of `Divided`, and its name there. Modules share a config: this one gets a copy."""
     module, _, name = path.rpartition(".")
     if not f".{module}".endswith(_CONFIG):
         return vars(block.get_submodule(module)), name
@@ -87,7 +87,7 @@ def find_values(block: nn.Module, path: str) -> tuple[dict[str, Any], str]:
 
 
 def list_numbers(block: nn.Module, sizes: Iterable[int]) -> list[str]:
-    """Numbers of a block's inner modules and of their configs that are one of `sizes`, as `Counts` has them."""
+    """Numbers of a block's inner modules and of their configs that are one of `sizes`, as `Divided` has them."""
     wanted, found = {*sizes}, list[str]()
     for path, module in block.named_modules():
         if not list(module.children()):

@@ -352,7 +352,10 @@ def _is_prime(n: int) -> bool:
 
 
 def count_more(described: Description, found: BlockBytes, element_bytes: int) -> int:
-    """Elements of a token that a block keeps for backward beside what its operations say; below 0 if it keeps fewer."""
+    """Elements of a token that a block keeps for backward beside what its operations say; below 0 if it keeps fewer.
+
+    Less than a hundredth of all, such as a number more for each row of a norm, counts as none.
+    """
     attention, options = described.attention, PLAIN._replace(casts_norms=element_bytes < 4)
     sizes = {"compute": element_bytes, "cast": element_bytes, "exact": 4, "index": 8}
     tape = join(entry for operation in described.block for entry in operation.record(options))
@@ -361,7 +364,8 @@ def count_more(described: Description, found: BlockBytes, element_bytes: int) ->
         said += element_bytes * (2 * attention.query_width + attention.output_width - attention.input_width)
     if not found.scores.are_in_memory:
         said += 4 * attention.num_heads  # a number for each row
-    return round((found.others - said) / element_bytes)
+    more = round((found.others - said) / element_bytes)
+    return more if abs(more) * element_bytes > 0.01 * said else 0
 
 
 def _take_away(operation: Operation, more: int) -> Operation:

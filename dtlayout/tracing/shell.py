@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MASK = "attention_mask"
+"""Name of the mask among the arguments of base models, and of blocks that look their attention up by name."""
 Blocks = nn.ModuleDict | dict[str, nn.Module]
 """Blocks by their numbers in the whole model."""
 RunBlock = Callable[[int, Tensor, dict[str, Any]], Any]
@@ -81,35 +83,38 @@ class Shell:
         """Hidden states after the last block that ran."""
         self.is_behind = False
         """True if the first block was called."""
-        self.cut: Callable[[str, Any], Any] = lambda _, value: value
-        """Function (name, argument of a block) → what this rank's block is given in its place."""
+        self.cut: Callable[[int, str, Any], Any] = lambda _, __, value: value
+        """Function (number of a block, name, argument) → what this rank's block is given in its place."""
+        self.keep_apart: Callable[[Tensor | None], Tensor] | None = None
+        """Function from a block's own mask to one that keeps documents apart too; None where they see each other."""
         replace(base, blocks, delegate(base.get_submodule(blocks), self._step))
         for path, (module, width) in before.items():
             replace(base, path, Stub(partial(self._run_before, module, width)))
         for path in after:
             replace(base, path, Stub(partial(self._leave_out, base.get_submodule(path))))
 
-    def run(self, blocks: Blocks, entering: Tensor, seq_len: int) -> Tensor:
+    def run(self, blocks: Blocks, entering: Tensor, seq_len: int, positions: Tensor | None = None) -> Tensor:
         """Hidden states behind these blocks, of those before them, `entering` [B, s, D].
 
-        `seq_len` is the length S of the whole sequence, of which s tokens may be here.
+        `seq_len` is the length S of the whole sequence, of which s tokens may be here; masks are of S tokens. Tables of
+        positions are those of `positions`, by default of all S.
         """
         context = entering.new_zeros(()).expand(entering.shape[0], seq_len, entering.shape[2])
-        return self._call(blocks, context, entering)
+        return self._call(blocks, context, entering, positions)
 
-    def embed(self, embedded: Tensor, first: int = 0, blocks: Blocks | None = None) -> Tensor:
+    def embed(self, embedded: Tensor, positions: Tensor | None = None, blocks: Blocks | None = None) -> Tensor:
         """Hidden states that enter the first block, or those behind `blocks`, of embedded tokens [B, s, D].
 
-        `first` is the position of the first token.
+        `positions` [s] are those of the tokens, by default from 0 on.
         """
-        return self._call({} if blocks is None else blocks, embedded, None, first)
+        return self._call({} if blocks is None else blocks, embedded, None, positions)
 
-    def _call(self, blocks: Blocks, inputs: Tensor, entering: Tensor | None, first: int = 0) -> Tensor:
+    def _call(self, blocks: Blocks, inputs: Tensor, entering: Tensor | None, positions: Tensor | None) -> Tensor:
         options: dict[str, Any] = {}
         if self.takes_mask:
-            options["attention_mask"] = inputs.new_ones((1, 1), dtype=torch.int64).expand(inputs.shape[:2])
-        if first and takes_positions(self.base):
-            options["position_ids"] = torch.arange(first, first + inputs.shape[1], device=inputs.device)[None]
+            options[MASK] = inputs.new_ones((1, 1), dtype=torch.int64).expand(inputs.shape[:2])
+        if positions is not None and takes_positions(self.base):
+            options["position_ids"] = positions[None]
         self.blocks, self.entering, self.hidden, self.is_behind = blocks, entering, inputs, False
         try:
             self.base(inputs_embeds=inputs, use_cache=False, **options)
@@ -122,7 +127,9 @@ class Shell:
             self.is_behind = True
             self.hidden = h_BSD if self.entering is None else self.entering
         if str(number) in self.blocks:
-            given = {name: self.cut(name, value) for name, value in named.items()}
+            given = {name: self.cut(number, name, value) for name, value in named.items()}
+            if self.keep_apart is not None:
+                given[MASK] = self.keep_apart(given[MASK])
             result = self.blocks[str(number)](self.hidden, **given)
             self.hidden = result[0] if isinstance(result, tuple | list) else result
         return (h_BSD,) if self.returns_tuple else h_BSD
@@ -138,13 +145,13 @@ class Shell:
         return arguments[0] if self.is_behind else end(*arguments, **named)
 
 
-def cut_heads(tensor: Tensor, num_heads: int, parts: int, part: int) -> Tensor:
+def cut_heads(tensor: Tensor, num_heads: int, parts: int, part: int, batch: int) -> Tensor:
     """The part of a tensor [heads, ...], [batch · heads, ...] or [batch, heads, ...] that one of several ranks has."""
     each = num_heads // parts
+    if tensor.shape[:2] in ((batch, num_heads), (1, num_heads)):
+        return tensor.narrow(1, part * each, each)
     if tensor.shape[0] == num_heads:
         return tensor.narrow(0, part * each, each)
-    if tensor.shape[1] == num_heads:
-        return tensor.narrow(1, part * each, each)
     return tensor.unflatten(0, (-1, num_heads)).narrow(1, part * each, each).flatten(0, 1)
 
 

@@ -21,13 +21,14 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import first_line
 from dtlayout.models.description import Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
-from dtlayout.models.traced import Counts
+from dtlayout.models.traced import Divided
 from dtlayout.tracing.record import BlockRecord, Recorder
 from dtlayout.tracing.refit import divide, find_values, list_numbers, refit_linears
 from dtlayout.tracing.shell import Stub, cut_heads, replace
 from dtlayout.tracing.split_rules import Comparison
 
 _MOST_TRIES = 100
+_FAILS = "its code does not run with a part of its heads"
 _OTHER = 999983
 """A number that is no size of anything."""
 
@@ -35,8 +36,8 @@ _OTHER = 999983
 class Split(NamedTuple):
     """How tp splits a block."""
 
-    counts: Counts = Counts()
-    """What of its code is changed on each rank."""
+    divided: Divided = Divided()
+    """Numbers and arguments of its code that are divided."""
     problem: str = ""
     """The reason why tp cannot split it; empty if it can."""
 
@@ -63,7 +64,7 @@ class Rehearsal:
             if isinstance(each, Tensor) and num_heads in each.shape[:2]
         ]  # fmt: skip
 
-    def record(self, parts: int = 1, counts: Counts = Counts(), changed: str = "") -> BlockRecord:  # noqa: B008
+    def record(self, parts: int = 1, divided: Divided = Divided(), changed: str = "") -> BlockRecord:  # noqa: B008
         """The calls of a copy that is one of `parts` ranks, with another value of the number `changed`.
 
         InvalidConfig if it fails.
@@ -80,9 +81,9 @@ class Rehearsal:
             if changed:
                 values, name = find_values(block, changed)
                 values[name] = _OTHER
-            divide(block, counts.numbers, parts)
-            for name in counts.arguments:
-                named[name] = cut_heads(named[name], self.num_heads, parts, 0)
+            divide(block, divided.numbers, parts)
+            for name in divided.arguments:
+                named[name] = cut_heads(named[name], self.num_heads, parts, 0, 1)
         recorder.watch([block])
         recorder.num_tokens = self.num_tokens
         try:
@@ -138,37 +139,44 @@ def find_split(rehearsal: Rehearsal) -> Split:
         each.outputs if each.style == "colwise" else each.inputs for each in linears if each.is_split
     }
     together = math.gcd(*sizes)
-    parts = next((each for each in range(2, together + 1) if together % each == 0), 1)
-    if parts == 1:
+    if together == 1:
         return Split()
+    fewest = next(each for each in range(2, together + 1) if together % each == 0)
     whole = rehearsal.record()
     joined = frozenset(each.part_of for each in linears if each.part_of not in ("", each.module))
 
-    def find_problem(counts: Counts) -> str:
-        try:
-            local = rehearsal.record(parts, counts)
-        except InvalidConfig as error:
-            return f"its code does not run with a part of its heads: {error}"
-        return Comparison(whole, local, parts, joined).find_problem()
+    def find_problem(divided: Divided) -> str:
+        """The first problem of the fewest ranks, and of the most."""
+        for parts in dict.fromkeys((fewest, together)):
+            try:
+                local = rehearsal.record(parts, divided)
+            except InvalidConfig as error:
+                return f"{_FAILS}: {error}"
+            if problem := Comparison(whole, local, parts, joined).find_problem():
+                return problem
+        return ""
 
-    first = find_problem(Counts())
-    if not first:
+    said = find_problem(Divided())
+    if not said:
         return Split()
     numbers = list_numbers(rehearsal.block, sizes | {each.rows for each in linears} - {0, 1})
     read = [name for name in numbers if rehearsal.reads(name, whole)]
     tries = _list_counts(read, rehearsal.list_arguments(attention.num_heads))
-    for counts in islice(tries, _MOST_TRIES):
-        if not find_problem(counts):
-            return Split(counts)
-    return Split(problem=first)
+    for divided in islice(tries, _MOST_TRIES):
+        problem = find_problem(divided)
+        if not problem:
+            return Split(divided)
+        if said.startswith(_FAILS) and not problem.startswith(_FAILS):  # it got further
+            said = problem
+    return Split(problem=said)
 
 
-def _list_counts(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Counts]:
+def _list_counts(numbers: Sequence[str], arguments: Sequence[str]) -> Iterator[Divided]:
     """Choices of what is changed, small ones first."""
     each = [*((name, True) for name in numbers), *((name, False) for name in arguments)]
     for size in range(1, len(each) + 1):
         for chosen in combinations(each, size):
-            yield Counts(
+            yield Divided(
                 tuple(name for name, is_number in chosen if is_number),
                 tuple(name for name, is_number in chosen if not is_number),
             )

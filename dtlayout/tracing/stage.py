@@ -29,7 +29,8 @@ def build_traced(
     config, trace = read_config(shape.trace), read_trace(shape.trace)
     return TracedModel(
         config, kernels, max_seq_len, layers=layers, embedding=embedding, head=head, dtype=dtype,
-        operations=[trace.kinds[kind].block for kind in trace.shape.block_kinds], counts=trace.counts,
+        operations=[trace.kinds[kind].block for kind in trace.shape.block_kinds],
+        divided=[trace.divided[kind] for kind in trace.shape.block_kinds],
     )  # fmt: skip
 
 

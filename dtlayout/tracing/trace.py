@@ -26,10 +26,12 @@ from dtlayout.base.formatting import find_version, first_line
 from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
-from dtlayout.models.traced import FAMILY, Counts, Trace, read_trace
+from dtlayout.models.traced import FAMILY, Divided, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
 from dtlayout.tracing.building import build_model, without_dropout
+from dtlayout.tracing.causality import find_acausal
+from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
@@ -66,11 +68,10 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         if parsed.model_type != config.get("model_type"):  # the part that reads text, of a config with several
             own = {**json.loads(parsed.to_json_string(use_diff=False)), "model_type": parsed.model_type}
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed)
+        if reason := find_acausal(own, trace.shape.block_kinds):
+            raise InvalidConfig(reason)
         kinds = ScoreMeter(model, blocks_name, recorder.fake).measure(trace.kinds, trace.shape.block_kinds)
-        return replace(
-            trace, kinds=kinds,
-            config=own, library=find_version("transformers"),
-        )  # fmt: skip
+        return replace(trace, kinds=kinds, config=own, library=find_version("transformers"))
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
@@ -148,9 +149,10 @@ def _describe_type(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers warns of, which is meant for those who load weights."""
+    """Without what transformers warns of, which is meant for those who load weights, and without what torch logs of
+    calls that fail."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -170,6 +172,7 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     # A kernel's result lies as its queries do, and the transpose below copies it from another order.
     copies = query.shape == result.shape and not torch.empty_like(query).transpose(1, 2).is_contiguous()
     noted = {"window": window, "softcap": asked.get("softcap"), "sinks": sinks, "copies": copies}
+    noted["mask"] = attention_mask is not None  # a block's own: base models make none here
     _RECORDERS[-1].note_attention(result, noted)
     return result.transpose(1, 2).contiguous(), None
 
@@ -224,19 +227,17 @@ def _describe(
     recorder: Recorder, ends: Mapping[str, int], name: str, *, parsed: Any = None, is_tied: bool = False,
 ) -> Trace:  # fmt: skip
     """The trace of a model that ran; `parsed` is its `PretrainedConfig`, None for a module of one's own."""
-    kinds, problems, of_sequence = dict[tuple[Operation, ...], int](), list[str](), list[str]()
-    numbers, counts = list[int](), Counts()
+    kinds, problems, of_sequence = dict[tuple[tuple[Operation, ...], Divided], int](), list[str](), list[str]()
+    numbers, tried = list[int](), dict[Any, Split]()
     if len(records) != len(blocks):
         raise InvalidConfig(f"{len(records)} of {len(blocks)} blocks ran, each is asked to run once")
     for one, block, inputs in zip(records, blocks, recorder.inputs, strict=True):
         found = recognize(one, block)
-        if found.operations not in kinds and not found.problems:
-            split = _split(block, found.operations, inputs, recorder)
-            counts = Counts(
-                *(tuple({**dict.fromkeys(a), **dict.fromkeys(b)}) for a, b in zip(counts, split.counts, strict=True))
-            )
-            problems += [split.problem] * bool(split.problem)
-        numbers.append(kinds.setdefault(found.operations, len(kinds)))
+        code = (found.operations, one.code)
+        if code not in tried:
+            tried[code] = Split() if found.problems else _split(block, found.operations, inputs, recorder)
+            problems += [tried[code].problem] * bool(tried[code].problem)
+        numbers.append(kinds.setdefault((found.operations, tried[code].divided), len(kinds)))
         problems += found.problems
         of_sequence += found.sequence_problems
     sides = _EndReader(model, blocks_name, ends, len(blocks))
@@ -245,11 +246,11 @@ def _describe(
         sides.final_norm(hidden_size),
         model.get_submodule(sides.names.get(FINAL_NORM, "")),
         blocks[0],
-        next(iter(kinds)),
+        next(iter(kinds))[0],
     )
     described = [
         Description(sides.embedding, operations, final_norm, sides.head, sides.before, sides.after)
-        for operations in kinds
+        for operations, _ in kinds
     ]
     shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied or is_tied)
     on_disk = {ours: _name_on_disk(model, own) for ours, own in sides.names.items()}
@@ -260,9 +261,19 @@ def _describe(
         whole["training"] = "it is a module of one's own, which train.py does not build"
     elif any(each.experts for each in described):
         whole["training"] = "a mixture of experts is traced for predictions alone"
-    elif problem := _find_untrained(parsed, sides.names, whole):
+    elif problem := _find_untrained(
+        parsed, sides.names, whole, described, [*zip(blocks, numbers, strict=True)], records
+    ):
         whole["training"] = problem
-    return Trace(shape=shape, kinds=tuple(described), config={}, library="", whole=whole, names=own, counts=counts)
+    return Trace(
+        shape=shape,
+        kinds=tuple(described),
+        config={},
+        library="",
+        whole=whole,
+        names=own,
+        divided=tuple(each for _, each in kinds),
+    )
 
 
 def _split(
@@ -287,29 +298,46 @@ def _complete_norm(norm: Norm, module: nn.Module, block: nn.Module, operations: 
 
 
 def _name_on_disk(model: nn.Module, name: str) -> str:
-    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head."""
+    """The name under which folders hold a module, where transformers renames it as it loads them: GPT-NeoX's head.
+
+    Its rules are turned round, as they are when it saves. Those inside of a block, which mixtures of experts and models
+    with state have, are left out: none of these models is trained.
+    """
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
     except ImportError:  # before transformers 5 nothing is renamed
         return name
-    for rule in get_checkpoint_conversion_mapping(type(model).__name__) or ():
-        sources: Sequence[str] = getattr(rule, "source_patterns", ())
-        targets: Sequence[str] = getattr(rule, "target_patterns", ())
-        if len(sources) == len(targets) == 1 and targets[0] == f"{name}.":
-            return sources[0].removeprefix("^").replace("\\", "").removesuffix(".")
-    return name
+    if not hasattr(model, "base_model_prefix"):  # a module of one's own
+        return name
+    stored = f"{name}.weight"
+    for rule in reversed(get_model_conversion_mapping(model, add_legacy=False)):  # type: ignore[arg-type]
+        if isinstance(rule, WeightRenaming):
+            stored, _ = rule.reverse_transform().rename_source_key(stored)
+    return stored.removesuffix(".weight")
 
 
-def _find_untrained(parsed: Any, names: Mapping[str, str], whole: dict[str, str]) -> str:
+def _find_untrained(
+    parsed: Any, names: Mapping[str, str], whole: dict[str, str], described: Sequence[Description],
+    kinds: Sequence[tuple[nn.Module, int]], records: Sequence[BlockRecord],
+) -> str:  # fmt: skip
     """The reason why the trainer cannot take a model's stages apart; empty if it can.
 
-    `whole` gets a reason where the trainer can, but not with parts of a sequence.
+    `whole` gets reasons where the trainer can, but not with all layouts. `kinds` are the blocks with their kinds'
+    numbers.
     """
     try:
         with torch.device("meta"):
-            parts = find_parts(build_model(parsed, torch.float32))
+            model = build_model(parsed, torch.float32)
+            parts = find_parts(model)
     except InvalidConfig as error:
         return "; ".join(error.problems)
+    whole |= find_sequence_limits(
+        model, model.get_submodule(parts.base), [*model.get_submodule(parts.blocks)],
+        [each.attention for each in described], [asked for one in records for asked in one.attention.values()],
+    )  # fmt: skip
+    if reason := next(filter(None, (find_whole_backward(block, described[kind].block) for block, kind in kinds)), ""):
+        whole["splits_backward"] = reason
     if not parts.can_shard_sequence:
         whole.setdefault("sequence_parallel", "what stands before its blocks reads whole sequences")
     own = {key: value for key, value in parts.names.items() if key in names}

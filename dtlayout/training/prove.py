@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dtlayout.mesh.axes import dp_rank
 from dtlayout.models.families import find_weight
 from dtlayout.models.files import trace_model
 from dtlayout.models.proofs import AXES
-from dtlayout.models.traced import read_trace
+from dtlayout.models.traced import find_whole, read_trace
 from dtlayout.models.weights import list_described
 from dtlayout.plans.init import allocate, fill_normal, find_part
 from dtlayout.spec.batch import IGNORED, Batch
@@ -35,6 +36,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.precision import Precision
+from dtlayout.training.batches import take_own
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
@@ -45,19 +47,36 @@ LAYOUTS: Mapping[str, Layout] = {
     "pp": Layout(pp=2, dp_shard=2, zero=2, micro_batch=1, schedule="interleaved-1f1b", virtual_stages=2),
     "tp": Layout(tp=2, dp_replicate=2, zero=1, micro_batch=2, sequence_parallel=False),
     "sequence_parallel": Layout(tp=2, pp=2, micro_batch=2, sequence_parallel=True, recompute="selective"),
+    "cp": Layout(cp=2, dp_shard=2, zero=3, micro_batch=2, recompute="selective"),
+    "offload": Layout(pp=2, dp_shard=2, micro_batch=1, offload="activations"),
+    "splits_backward": Layout(pp=2, dp_shard=2, micro_batch=1, schedule="zb-h1"),
+    "document_mask": Layout(dp_shard=4, micro_batch=2, recompute="full"),
 }
-"""Axis → a layout of four ranks that has it, beside others."""
+"""Axis → a layout of four ranks that has it, beside others; "document_mask" is also tried beside cp."""
 _BATCH, _SEED, _LIMIT_S = Batch(global_batch=8, seq_len=16), 5, 300.0
 _EXACT = Precision(params="float64", compute="float64", reduce="float64")
 _STD, _LEAST_SHARE = 0.1, 1e-4
+_DOCUMENT_SHARE = 0.2
+"""Share of the tokens that begin a document."""
+_CP_METHODS = ("ring", "all-to-all")
+"""Methods of cp that are tried: gather joins parts as ring does, and differs in its messages alone."""
 
 
-def find_layout(axis: str, small: ModelShape) -> Layout:
-    """The layout of an axis, in a pipeline that is not interleaved where a model has fewer blocks than stages."""
+def find_layouts(axis: str, small: ModelShape) -> list[Layout]:
+    """The layouts of an axis, in a pipeline that is not interleaved where a model has fewer blocks than stages.
+
+    With cp there is one for a method that attends part after part, and one for all-to-all, where a model allows both.
+    """
     layout = LAYOUTS[axis]
-    if small.num_layers >= layout.num_stages:
-        return layout
-    return replace(layout, schedule="1f1b", virtual_stages=1)
+    if small.num_layers < layout.num_stages:
+        layout = replace(layout, schedule="1f1b", virtual_stages=1)
+    if axis not in ("cp", "document_mask"):
+        return [layout]
+    whole, found = find_whole(small), [layout] if axis == "document_mask" else []
+    if "cp" not in whole:
+        ways = [replace(LAYOUTS["cp"], cp_method=name) for name in _CP_METHODS if name not in whole]
+        found += [each for each in ways if each.is_legal(small, _BATCH)]
+    return found
 
 
 def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | str]:
@@ -77,10 +96,13 @@ def prove(model: ModelShape, axes: Sequence[str] = AXES) -> dict[str, float | st
             return dict.fromkeys(
                 axes, "its first eight blocks are not of all kinds, so that a narrow model is none of it"
             )
+        if {*read_trace(small.trace).divided} != {*trace.divided}:
+            return dict.fromkeys(axes, "tp divides other numbers of a narrow model, which is no proof of this one")
         for axis in axes:
             if axis not in found:
                 try:
-                    find_layout(axis, small).check(small, _BATCH)
+                    for layout in find_layouts(axis, small) or [LAYOUTS[axis]]:
+                        layout.check(small, _BATCH)
                 except (InvalidConfig, InvalidLayout) as error:
                     found[axis] = "; ".join(error.problems)
         wanted = [axis for axis in axes if axis not in found]
@@ -137,9 +159,14 @@ def find_differences(small: ModelShape, axes: Sequence[str]) -> dict[str, float]
 
     All four ranks call it, with their process group open.
     """
+    found = dict[str, float]()
     with _InFloat64():
-        expected = compute_reference(small, *make_rows(small))
-        return {axis: _compare(small, find_layout(axis, small), expected) for axis in axes}
+        for starts in (None, make_starts()):
+            wanted = [axis for axis in axes if (axis == "document_mask") == (starts is not None)]
+            expected = compute_reference(small, *make_rows(small), starts) if wanted else {}
+            for axis in wanted:
+                found[axis] = max(compare(small, layout, expected, starts) for layout in find_layouts(axis, small))
+    return found
 
 
 class _InFloat64(TorchFunctionMode):
@@ -167,6 +194,15 @@ def make_rows(model: ModelShape) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+def make_starts() -> Tensor:
+    """Position at which the document of each token of a global batch starts, [samples, S] int32."""
+    generator = torch.Generator().manual_seed(_SEED)
+    begins = torch.rand(_BATCH.global_batch, _BATCH.seq_len, generator=generator) < _DOCUMENT_SHARE
+    begins[:, 0] = True
+    positions = torch.arange(_BATCH.seq_len, dtype=torch.int32)
+    return torch.where(begins, positions, 0).cummax(1).values
+
+
 def fill(named: Sequence[tuple[str, Tensor]], model: ModelShape) -> None:
     """Give every parameter random values by its name, around 1 where its initial value is 1."""
     for name, parameter in named:
@@ -177,8 +213,13 @@ def fill(named: Sequence[tuple[str, Tensor]], model: ModelShape) -> None:
             part.add_(1.0)
 
 
-def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Loss, as "loss", and gradients by our names, as the model of `transformers` has them on one process."""
+def compute_reference(
+    model: ModelShape, tokens: Tensor, targets: Tensor, starts: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Loss, as "loss", and gradients by our names, as the model of `transformers` has them on one process.
+
+    With `starts` each document is run by itself, at its positions.
+    """
     from transformers import AutoModelForCausalLM
 
     from dtlayout.tracing.building import without_dropout
@@ -193,12 +234,27 @@ def compute_reference(model: ModelShape, tokens: Tensor, targets: Tensor) -> dic
     named = {parts.from_family(name): parameter for name, parameter in whole.named_parameters()}
     with torch.no_grad():
         fill(list(_cut_pieces(named, model).items()), model)
-    logits = whole(input_ids=tokens, use_cache=False).logits
+    logits = whole(input_ids=tokens, use_cache=False).logits if starts is None else run_documents(whole, tokens, starts)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     loss = loss / (targets != IGNORED).sum()
     loss.backward()
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
     return {"loss": loss.detach(), **_cut_pieces(gradients, model)}
+
+
+def run_documents(whole: Any, tokens: Tensor, starts: Tensor) -> Tensor:
+    """Logits of all tokens, document after document."""
+    rows = list[Tensor]()
+    for row, firsts in zip(tokens, starts, strict=True):
+        bounds = [*firsts.unique().tolist(), len(row)]
+        documents = [torch.arange(*each) for each in pairwise(bounds)]
+        rows.append(
+            torch.cat([
+                whole(input_ids=row[each][None], position_ids=each[None], use_cache=False).logits[0]
+                for each in documents
+            ])
+        )  # fmt: skip
+    return torch.stack(rows)
 
 
 def _cut_pieces(tensors: Mapping[str, Tensor], model: ModelShape) -> dict[str, Tensor]:
@@ -213,8 +269,11 @@ def _cut_pieces(tensors: Mapping[str, Tensor], model: ModelShape) -> dict[str, T
     }
 
 
-def _compare(model: ModelShape, layout: Layout, expected: Mapping[str, Tensor]) -> float:
-    """The largest relative difference of this rank's loss and gradients from those of one process."""
+def compare(model: ModelShape, layout: Layout, expected: Mapping[str, Tensor], starts: Tensor | None = None) -> float:
+    """The largest relative difference of this rank's loss and gradients from those of one process, `expected`.
+
+    `starts` are those of `make_starts`, where documents are kept apart.
+    """
 
     def give(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: str) -> None:
         allocate(modules, device)
@@ -240,8 +299,10 @@ def _compare(model: ModelShape, layout: Layout, expected: Mapping[str, Tensor]) 
     optimizer.register_step_pre_hook(note)
     rows = _BATCH.global_batch // layout.dp
     first = dp_rank(dist.get_rank(), layout) * rows
-    tokens, targets = (each[first : first + rows] for each in make_rows(model))
-    result = step(tokens, targets)
+    own = None if starts is None else starts[first : first + rows]
+    whole = [each[first : first + rows] for each in make_rows(model)]
+    tokens, targets = take_own(whole, own, layout, dist.get_rank())
+    result = step(tokens, targets, own)
     found.append(_distance(torch.tensor(result.loss, dtype=torch.float64), expected["loss"], least))
     return max(found)
 

@@ -21,6 +21,7 @@ from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.peft import find_adapter_notes
+from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
@@ -31,6 +32,7 @@ from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
 from dtlayout.spec.layout import Layout
+from dtlayout.tracing.initial import describe_rules
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.metrics import (
     MemoryCurves,
@@ -100,6 +102,8 @@ class Records(Observer):
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
             for line in lines + find_adapter_notes(expand(source)):
                 self.display.say(f"note: {line}")
+        elif is_new and model.family == FAMILY:
+            self.display.say(describe_rules(model.trace))
         if (fake_quant := self.config.precision.fake_quant) != "none":
             rounded = _name_last(find_fake_quantized(self.config.model))
             self.display.say(

@@ -9,7 +9,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.planner.suggestions import list_remarks, list_ways_to_fit, remark_on_schedule
+from dtlayout.planner.suggestions import list_remarks, list_ways_to_fit, remark_on_precision, remark_on_schedule
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
@@ -67,3 +67,13 @@ def test_where_nothing_fits_a_schedule_that_holds_less_may():
     assert not tight.run(top=1).ranked
     (said,) = [each for each in list_ways_to_fit(tight, missed) if "schedule" in each]
     assert " would fit, " in said and ("--fix schedule=v-half" in said or "--fix schedule=v-min" in said)
+
+
+def test_layouts_that_take_equally_long_below_bf16_are_named_by_the_first():
+    megatron = replace(search_of().space.scenario, engine=find_engine("megatron", "h100-80g-sxm"))
+    search = Search(Space(megatron, FIXED))
+    (best,) = search.run(top=1).ranked
+    said = remark_on_precision(search, [best])
+    assert "would be " in said and str(best.layout) in said
+    alike = replace(best, layout=replace(best.layout, offload_folder="elsewhere"))
+    assert remark_on_precision(search, [best, alike]) == said

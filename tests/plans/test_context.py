@@ -42,6 +42,14 @@ def test_a_place_that_a_style_does_not_fit_is_refused(styles, attention, problem
         apply_context(nn.Sequential(Attention()), styles, attention, init_device_mesh("cpu", (2,)))
 
 
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_a_function_that_no_method_joins_is_refused_when_it_is_called():
+    block = nn.ModuleDict({"inner": Attention()})
+    apply_context(nn.Sequential(block), {"0.attend": "refused"}, "sdpa-math", init_device_mesh("cpu", (2,)))
+    with pytest.raises(InvalidConfig, match="ModuleDict attends with a mask, a softcap or values of another width"):
+        block["inner"].attend(*torch.zeros(3), None)
+
+
 @given(st.sampled_from(list(CONTEXT_METHODS)), st.integers(1, 6), st.integers(1, 4))
 def test_ranks_share_all_positions_and_as_many_each(name, cp, times):
     method = CONTEXT_METHODS[name]

@@ -36,6 +36,7 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt with projections": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "mpt": ("mpt", {"max_seq_len": 64}),
     "gptj": ("gptj", {"rotary_dim": 4}),
+    "mpt clipped": ("mpt", {"max_seq_len": 64, "attn_config": {"clip_qkv": 6.0}}),
     "falcon with alibi": ("falcon", {"alibi": True}),
     "falcon 40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "granite": ("granite", {

@@ -12,9 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.attention import bind_attention
+from dtlayout.ops.documents import list_offsets, see_documents
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import find_kernel
-from dtlayout.tracing.attention import attend, looks_attention_up, make_mask
+from dtlayout.tracing.attention import attend, attend_otherwise, looks_attention_up, make_mask
 
 B, H, G, S, K = 2, 4, 2, 6, 8
 generator = torch.Generator().manual_seed(0)
@@ -29,6 +30,7 @@ WINDOW = make_mask(
 def make_module(kernel: str = "sdpa-math") -> nn.Module:
     module = nn.Module()
     module.attend = bind_attention(find_kernel(AttentionKernel, kernel))
+    module.attend_otherwise = attend_otherwise
     return module
 
 
@@ -62,12 +64,25 @@ def test_masks_softcaps_and_sinks_are_exact():
 
 def test_values_of_another_width_and_attention_to_all_tokens_run_without_the_kernel():
     module = nn.Module()  # has no kernel
+    module.attend_otherwise = attend_otherwise
     wide = torch.randn(B, G, S, 2 * K, dtype=torch.float64)
     y_BSHK, _ = attend(module, QUERY, KEY, wide, None)
     expected = F.scaled_dot_product_attention(QUERY, KEY, wide, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(y_BSHK, expected.transpose(1, 2))
     y_BSHK, _ = attend(module, QUERY, KEY, VALUE, None, is_causal=False)
     torch.testing.assert_close(y_BSHK, weigh(compute_scores(K**-0.5).softmax(-1)))
+
+
+def test_offsets_of_documents_go_to_the_kernel_or_become_a_mask():
+    starts = torch.tensor([[0, 0, 0, 3, 3, 5], [0, 1, 1, 1, 1, 1]])
+    offsets, seen = list_offsets(starts), see_documents(starts)
+    module = make_module()
+    module.attend = lambda *arguments: arguments[0] + arguments[3].sum()
+    y_BSHK, _ = attend(module, QUERY, KEY, VALUE, offsets)
+    torch.testing.assert_close(y_BSHK, (QUERY + offsets.sum()).transpose(1, 2))
+    y_BSHK, _ = attend(module, QUERY, KEY, VALUE, offsets, softcap=1.5)
+    scores = 1.5 * (compute_scores(K**-0.5) / 1.5).tanh()
+    torch.testing.assert_close(y_BSHK, weigh(scores.masked_fill(~seen, -math.inf).softmax(-1)))
 
 
 def test_a_tensor_that_nobody_knows_is_refused():

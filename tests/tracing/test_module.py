@@ -8,13 +8,16 @@ from thorough import mostly_thorough
 from torch import Tensor
 from torch.nn import functional as F
 from toys import NUM_TARGETS, TOYS, S, V, ask_family, build, exact_softmax, find_difference, load, make_config
+from transformers import AutoModelForCausalLM
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.documents import Documents
 from dtlayout.plans.init import allocate
 from dtlayout.spec.kernels import Kernels
+from dtlayout.tracing.building import without_dropout
 from dtlayout.tracing.module import TracedModel
 from dtlayout.tracing.shell import own_tables
+from dtlayout.training.prove import run_documents
 
 
 @pytest.fixture(autouse=True)
@@ -180,10 +183,37 @@ def test_a_copy_runs_its_own_weights(name):
     torch.testing.assert_close(copy(answer.tokens).detach(), answer.logits, rtol=0, atol=1e-10)
 
 
-def test_documents_are_refused():
-    model = build(make_config("llama"))
-    documents = Documents(torch.zeros(1, S, dtype=torch.bool), torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(InvalidConfig, match="keeps documents apart in described models alone"):
+STARTS = torch.tensor([[0] * 3 + [3] + [4] * 8, [0] + [1] * 6 + [7] * 5], dtype=torch.int32)
+"""Position at which the document of each token starts; some are longer than a toy's window."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("llama", "sdpa-math"),  # gets a mask of scores
+        ("llama", "sdpa-flash"),  # a mask of scores on a CPU too
+        ("gpt2", "blockwise"),  # learned positions, and offsets of documents
+        ("gemma2", "blockwise"),  # a mask of some blocks' window, and softcaps beside offsets
+    ],
+)
+def test_documents_see_themselves_alone_and_stand_where_they_stood(name, kernel):
+    answer = ask_family(name)
+    with torch.device("meta"):
+        model = TracedModel(answer.config, Kernels(attention=kernel, loss="linear"), S, dtype=torch.float64)
+    allocate([model], "cpu")
+    load(model, answer.state)
+    family = AutoModelForCausalLM.from_config(without_dropout(answer.config), dtype=torch.float64)
+    family.load_state_dict(answer.state)
+    found = model(answer.tokens, Documents.from_starts(STARTS))
+    torch.testing.assert_close(found, run_documents(family, answer.tokens, STARTS), rtol=0, atol=1e-10)
+    assert float((found - answer.logits).abs().max().detach()) > 0.01
+    torch.testing.assert_close(model(answer.tokens).detach(), answer.logits, rtol=0, atol=1e-10)
+
+
+def test_documents_are_refused_where_attention_is_the_familys_own():
+    model = build(make_config("bloom"))
+    documents = Documents.from_starts(torch.zeros(1, S, dtype=torch.int32))
+    with pytest.raises(InvalidConfig, match="needs attention that transformers looks up by name"):
         model(torch.zeros(1, S, dtype=torch.int64), documents)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 from toys import TOYS, make_config
-from transformers import T5Config
+from transformers import T5Config, conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -26,20 +27,35 @@ NOT_TRACED = {
     "jetmoe": "its forward reads values of tensors",
 }
 WHOLE = {
-    "phi3": "mlp.gate_up_proj holds gate and up in one matrix",
-    "glm": "mlp.gate_up_proj holds gate and up in one matrix",
-    "olmo2": "self_attn.q_norm normalises all heads together",
-    "stablelm": "self_attn.q_proj makes a fixed number of heads",
-    "opt": "self_attn.q_proj makes a fixed number of heads",
-    "bloom": "self_attention.query_key_value makes a fixed number of heads",
-    "gpt2": "attn.c_attn is no nn.Linear",
-    "bitnet": "self_attn.attn_sub_norm normalises all that a branch has",
+    "mpt clipped": "its code does not run with a part of its heads",
     "doge": "belongs to no norm and no linear layer",
 }
+COUNTS = {
+    "llama": (),
+    "bitnet": (),
+    "gpt2": ("attn.split_size",),
+    "phi3": ("self_attn.num_key_value_heads", "self_attn.config.num_attention_heads"),
+    "opt": ("self_attn.num_heads",),
+    "stablelm": ("self_attn.num_heads", "self_attn.num_key_value_heads"),
+    "gptj": ("attn.num_attention_heads",),
+    "falcon 40b": ("self_attention.num_heads", "self_attention.num_kv_heads"),
+    "bloom": ("self_attention.num_heads", "alibi"),
+    "mpt": ("attn.n_heads", "position_bias"),
+}
+"""Toy → numbers and arguments of its code that tp divides."""
+PIECES = {
+    "phi3": {"self_attn.qkv_proj.weight": [32, 16, 16], "mlp.gate_up_proj.weight": [48, 48]},
+    "gpt2": {"attn.c_attn.weight": [32, 32, 32]},
+    "mpt": {"attn.Wqkv.weight": [32, 32, 32]},
+    "gpt_neox": {},
+    "gpt_bigcode": {},
+}
+"""Toy → matrix that its code cuts, and the outputs of each piece."""
 SPLIT = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "olmo", "granite", "smollm3",
     "cohere", "gpt_neox", "starcoder2", "nemotron", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee", "cwm",
-    "hunyuan_v1_dense", "nanochat",
+    "hunyuan_v1_dense", "nanochat", "phi3", "glm", "olmo2", "olmo3", "stablelm", "opt", "bloom", "gpt2", "gptj", "mpt",
+    "persimmon", "falcon with alibi", "falcon 40b",
 )  # fmt: skip
 """Families of which tp splits attention and feed-forward."""
 
@@ -73,10 +89,29 @@ def test_every_parameter_of_a_model_is_in_its_trace_once_and_under_its_own_name(
     own = {RENAMED.get((name, each), each): tuple(p.shape) for each, p in model.named_parameters()}
     assert count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
     if shape.experts is None:  # whose stacks have other names
-        assert {find_stored_name(shape, each): size for each, size in list_weights(shape)} == own
-        assert [name for each in list_stored(shape) for name in each.tensors] == [
-            find_stored_name(shape, each) for each, _ in list_weights(shape)
-        ]
+        stored = list(list_stored(shape))
+        assert {name: each.tensor_shape for each in stored for name in each.tensors} == own
+        assert [each.name for each in stored] == [name for name, _ in list_weights(shape)]
+        whole = {each.tensors[0]: each for each in stored if each.piece is None}
+        assert all(find_stored_name(shape, each.name) == name for name, each in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "stored"),
+    [
+        (WeightRenaming(r"^(embed|norm)_in\.", r"model.\1_tokens."), "model.embed_tokens", "embed_in"),
+        (PrefixChange(prefix_to_remove="text", model_prefix="model"), "model.layers.1.mlp", "model.text.layers.1.mlp"),
+    ],
+    ids=["choice", "prefix"],
+)
+def test_names_on_disk_follow_rules_with_groups(rule, module, stored, tmp_path, monkeypatch):
+    def find(name: str) -> list[WeightRenaming]:
+        return [rule] if name == "LlamaForCausalLM" else []
+
+    monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", find)
+    shape = keep(make_trace("llama"), tmp_path)
+    assert find_stored_name(shape, f"{module}.weight") == f"{stored}.weight"
+    assert find_stored_name(shape, "lm_head.weight") == "lm_head.weight"
 
 
 @pytest.mark.parametrize(("name", "reason"), NOT_TRACED.items(), ids=list(NOT_TRACED))
@@ -88,6 +123,27 @@ def test_blocks_that_no_description_holds_are_refused(name, reason):
 @pytest.mark.parametrize(("name", "reason"), WHOLE.items(), ids=list(WHOLE))
 def test_what_tp_cannot_split_is_said(name, reason):
     assert reason in make_trace(name).whole["tp"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_numbers_of_heads_that_code_states_are_found(name):
+    trace = make_trace(name)
+    assert "tp" not in trace.whole
+    assert {(*each.numbers, *each.arguments) for each in trace.divided} == {COUNTS[name]}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_matrices_that_hold_several_are_cut_where_code_cuts_them(name, tmp_path):
+    pieces: dict[str, list[int]] = {}
+    for weight in list_stored(keep(make_trace(name), tmp_path)):
+        if (
+            weight.piece
+            and weight.piece.rows > weight.shape[0]
+            and len(weight.shape) == 2
+            and ".0." in weight.name[:22]
+        ):
+            pieces.setdefault(weight.piece.name, []).append(weight.shape[0])
+    assert pieces == PIECES[name]
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -206,7 +262,8 @@ def test_a_module_of_ones_own_is_described_and_planned(tmp_path, capsys):
     assert count_parameters(tied) == sum(each.numel() for each in own.parameters())
     described = read_trace(str(file)).kinds[0]
     assert [type(each).__name__ for each in described.block] == [
-        "Norm", "Linear", "SelfAttention", "Linear", "Residual", "Norm", "Linear", "Activation", "Linear", "Residual",
+        "Norm", "Linear", "Linear", "Linear", "SelfAttention",
+        "Linear", "Residual", "Norm", "Linear", "Activation", "Linear", "Residual",
     ]  # fmt: skip
     assert next(own.parameters()).device.type == "cpu"  # a copy ran
     scenario = ["--gpu", "h100-80g-sxm", "--gpus", "8", "--seq-len", "16", "--global-batch", "64", "--top", "1"]

@@ -143,7 +143,7 @@ class _Stage:
     ):
         recompute, layers = Recompute.parse(layout.recompute), chunk.layers
         self.has_embedding, self.has_head = chunk.embedding, chunk.head
-        self.size, self.sharding = sizes(model, False), sharding
+        self.size, self.sharding = sizes(model.kinds(range(model.num_layers))[0][0], False), sharding
         size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
         self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
         self.runs = find_runs(model, layout, sizes, chunk, sharding)

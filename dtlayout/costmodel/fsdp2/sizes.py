@@ -209,7 +209,7 @@ class Sizes:
         the next matmul reads it, if that saves it."""
         attention = self.description.attention
         inputs, output = self.split(attention.input_width), self.split(attention.output_width)
-        self.attention += output * self._saves_attended
+        self.attention += output * self._saves_attended - self.split(attention.held)  # of which messages are copies
         self.forward_work = max(inputs + self.forward_work, 3 * inputs - self.attention_results)
         self.backward_work = max(self.backward_work, 3 * inputs)
 
@@ -220,7 +220,8 @@ class Sizes:
         return any(each.name == ATTENDED for entry in matmuls for each in (*entry.saves, *entry.saves_again))
 
     def _weigh_parts(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
-        """Kept are q, k, v, the output and a number a row; joined results and all gradients are exact.
+        """Kept are q, k, v, what is held beside them, the output and a number a row; joined results and all gradients
+        are exact.
 
         Ring: keys and values that are seen and the next ones, and of gradients own ones, those of the piece and, of
         more than two ranks, those that go and come. Gather: keys and values of all other ranks, twice while they are
@@ -232,7 +233,8 @@ class Sizes:
         inputs, output, kv = map(self.split, (attention.input_width, attention.output_width, attention.kv_width))
         rows = self.exact_element * attention.num_heads / self.tp
         gathers, cp, own_keys = layout.cp_method == "gather", layout.cp, tokens / layout.micro_batch
-        self.attention, self.attention_results, self.mask = inputs + output + rows, output + rows, 0.0
+        self.attention_results, self.mask = output + rows, 0.0
+        self.attention = inputs + self.split(attention.held) + self.attention_results
         at_once, others, summed = (cp - 1, cp - 1, cp) if gathers else (1, min(cp, 3) - 1, 2 * min(cp, 3) - 4)
         own_chunk = chunk_length(scenario.batch.seq_len, cp) / own_keys
         piece = 2 * own_chunk if scenario.document_mask else 1.0  # the last chunk sees twice what queries do on average
