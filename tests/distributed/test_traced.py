@@ -151,10 +151,10 @@ def test_wrong_positions_are_seen(ranks, tmp_path):
 def test_a_wrong_split_is_seen(ranks, tmp_path):
     """A view with the number of all heads computes something else where a rank has some."""
     trace = read_trace(make_small("opt", tmp_path).trace)
-    assert trace.divided.numbers == ("self_attn.num_heads",)
+    assert [each.numbers for each in trace.divided] == [("self_attn.num_heads",)]
     (tmp_path / "forced.json").write_text(trace.dumps())
     forced = json.loads((tmp_path / "forced.json").read_text())
-    forced["divided"] = {"numbers": [], "arguments": []}
+    forced["divided"] = [{"numbers": [], "arguments": []}]
     (tmp_path / "forced.json").write_text(json.dumps(forced))
     small = read_trace(str(tmp_path / "forced.json")).shape
     assert max(found["tp"] for found in ranks.run(find_differences, small, ["tp"], timeout_s=120)) > 0.01

@@ -27,7 +27,7 @@ NOT_TRACED = {
     "jetmoe": "its forward reads values of tensors",
 }
 WHOLE = {
-    "mpt clipped": "its code does not run with a part of its heads",
+    "mpt clipped": "attn needs by chunk what other ranks have",
     "doge": "belongs to no norm and no linear layer",
 }
 COUNTS = {
