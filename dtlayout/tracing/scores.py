@@ -23,7 +23,8 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import first_line
 from dtlayout.measure.storages import each_tensor
 from dtlayout.models.description import Description, Operation
-from dtlayout.models.operations import Activation, SelfAttention
+from dtlayout.models.operations import Activation, Norm, SelfAttention
+from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.scores import NONE, ScoreBytes, Scores
 from dtlayout.models.tape import PLAIN, join
 from dtlayout.tracing.attention import NAME, bind_kernel, register
@@ -288,7 +289,9 @@ class ScoreMeter:
             scores = []
         first = next(iter(half.values()), ())
         more = 0
-        if first and described.experts is None:
+        # The trainer puts modules of its own in the places of such norms, and a trace one in the place of experts.
+        is_own = not any(map(_is_replaced, described.block))
+        if first and is_own:
             more = count_more(described, first[number], 2 if len(runs) > 1 else 4)
         block = [_take_away(each, more) for each in described.block]
         if block == [*described.block]:
@@ -375,3 +378,8 @@ def _take_away(operation: Operation, more: int) -> Operation:
         left = operation.own + more // operation.width
         return replace(operation, own=left) if left >= 0 else operation
     return operation
+
+
+def _is_replaced(operation: Operation) -> bool:
+    """True if the block that is trained, or traced, has another module than the family's."""
+    return isinstance(operation, RoutedExperts) or (isinstance(operation, Norm) and operation.over_ranks)

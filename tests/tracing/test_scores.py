@@ -141,6 +141,12 @@ def test_operations_say_all_that_a_block_keeps(traces):
     assert count_more(described, doubled, 2) == 70 - copied
 
 
+def test_modules_that_the_trainer_replaces_are_not_measured():
+    (described,) = make_trace("olmo2").kinds
+    assert any(isinstance(each, Norm) and each.over_ranks for each in described.block)
+    assert described.attention.held == 0
+
+
 def test_a_backward_of_its_own_keeps_what_the_activation_reads_alone(traces):
     (activation,) = (each for each in traces["bloom"].kinds[0].block if isinstance(each, Activation))
     assert activation.own == 0 and activation.keeps_opened
