@@ -80,6 +80,8 @@ SEVEN_BILLION: Mapping[str, dict[str, Any]] = {
     },
     "olmo": {"max_position_embeddings": SEQ_LEN},
     "gemma": {},
+    "gemma2": {},
+    "bloom": {"hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250_880},
     "phi3": {
         "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 8192,
         "vocab_size": 32_064, "max_position_embeddings": SEQ_LEN, "sliding_window": None,
@@ -87,7 +89,8 @@ SEVEN_BILLION: Mapping[str, dict[str, Any]] = {
     "olmo2": {"max_position_embeddings": SEQ_LEN, "vocab_size": 100_352},
     "gpt2": {"n_embd": 1536, "n_layer": 48, "n_head": 24, "n_positions": SEQ_LEN},
 }  # fmt: skip
-"""Family → sizes of StarCoder2 7B, Pythia 6.9B, OLMo 7B, Gemma 7B, Phi-3 mini, OLMo 2 7B and GPT-2 XL."""
+"""Family → sizes of StarCoder2 7B, Pythia 6.9B, OLMo 7B, Gemma 7B, Phi-3 mini, OLMo 2 7B and GPT-2 XL; of
+Gemma 2 2B, whose attention has a softcap, and BLOOM 7.1B, which has its own: their scores lie in memory."""
 LAYOUTS = (
     Layout(dp_shard=8, zero=3, micro_batch=1),
     Layout(dp_shard=8, zero=3, micro_batch=1, recompute="full"),
@@ -130,11 +133,11 @@ def without_code(described: Description) -> Description:
 def _strip(operation: Operation) -> Operation:
     match operation:
         case Norm():
-            return replace(operation, keeps=(), beside="")
+            return replace(operation, keeps=(), moves=(0, 0), beside="")
         case Activation():
-            return replace(operation, own=-1, keeps_opened=True)
+            return replace(operation, own=-1, keeps_opened=True, moves=(0, 0))
         case SelfAttention():
-            return replace(operation, held=0)
+            return replace(operation, held=0, scores=())
     return operation
 
 

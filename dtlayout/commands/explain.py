@@ -9,6 +9,7 @@ from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, t
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, read_case
 from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
+from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
@@ -68,6 +69,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ("fits", f"{verdict}: {peak} of {capacity} on {where}"),
         ("step", step),
         *_describe_offload(explanation),
+        *_describe_scores(scenario, now),
         ("bound by", bound),
         *[("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}")] * now.knows_time,
         (
@@ -80,6 +82,15 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     assumed = describe_assumptions(engine.name, to_assumptions(scenario))
     tables = [*memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
     return [*align(facts, ("<12", "<")), *assumed, "", *tables]
+
+
+def _describe_scores(scenario: Scenario, estimate: Estimate) -> list[tuple[str, str]]:
+    """A row on attention whose scores lie in memory; none where a kernel computes them in pieces."""
+    kept, most = weigh_scores(scenario, estimate.layout, estimate.kernels)
+    if not kept:
+        return []
+    held = f"{format_bytes(kept)} kept by a block of each microbatch, {format_bytes(most)} at its fullest"
+    return [("attention", f"the model's own, with scores in memory: {held}")]
 
 
 def _hint_at_disk(scenario: Scenario, explanation: Explanation) -> list[str]:

@@ -11,6 +11,7 @@ from dtlayout.models.description import Description
 from dtlayout.models.files import read_config, trace_model
 from dtlayout.models.operations import Activation, Elementwise, Linear, Norm, Residual, Rotary, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
+from dtlayout.models.scores import describe_scores
 from dtlayout.models.traced import MARK, Trace, read_trace
 
 EXAMPLE = "dtlayout trace path/to/config.json --output model.json"
@@ -77,9 +78,12 @@ def _describe(operation: object) -> tuple[str, str]:
             return module, f"matmul {inputs} × {outputs} of {reads}, tp {style}"
         case Rotary(width=size):
             return "rotary", f"{size} elements are turned"
-        case SelfAttention(num_heads=heads, num_kv_heads=kv_heads, head_width=size, window=window):
+        case SelfAttention(num_heads=heads, num_kv_heads=kv_heads, head_width=size, window=window, scores=scores):
             seen = f", {window} tokens" if window else ""
-            return "attention", f"{heads} heads, {kv_heads} of keys and values, {size} wide{seen}"
+            held = describe_scores(scores)
+            return "attention", f"{heads} heads, {kv_heads} of keys and values, {size} wide{seen}" + f"; {held}" * bool(
+                held
+            )
         case Activation(module=module, width=size, gated=gated):
             return module, f"{'gated ' if gated else ''}activation of {size} elements"
         case RoutedExperts(module=module, number=number, per_token=per_token, inner_width=size):

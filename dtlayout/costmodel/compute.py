@@ -8,8 +8,10 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
+from dtlayout.costmodel.attention import attention_s, flash_s, name_kept, score_traffic_s
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
+from dtlayout.costmodel.operators import linear_s, matmul_s, pass_s
 from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
@@ -20,8 +22,8 @@ from dtlayout.costmodel.scenario import (
 from dtlayout.costmodel.traffic import (
     base_bytes,
     cast_bytes,
+    count_eager_norms,
     elementwise_bytes,
-    has_eager_norms,
     own_part,
     permuted_bytes,
     rank_tape,
@@ -29,14 +31,13 @@ from dtlayout.costmodel.traffic import (
     rounding_bytes,
     weight_cast_bytes,
 )
-from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.models.operations import Norm
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
-from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, LossKernel
+from dtlayout.spec.kernel_records import ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
@@ -98,44 +99,6 @@ def operation_s(scenario: Scenario, kernels: Kernels, operation: KernelCall) -> 
     return pass_s(scenario, operation.moved_bytes)
 
 
-def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
-    """m×k times k×n: 2·m·n·k FLOPs at the peak's reachable share, each size lengthened by what fills the machine."""
-    constants = scenario.engine.constants
-    fill = constants.matmul_fill
-    flops = 2.0 * (m + fill) * (n + fill) * (k + fill)
-    moved_s = pass_s(scenario, activation_size(scenario) * (m * n + n * k + m * k))
-    efficiency = constants.matmul_efficiency * constants.matmul_share
-    return max(flops / (matrix_flops_per_s(scenario) * efficiency), moved_s)
-
-
-def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
-    """`matmul_s` of a linear layer in a block, in the format in which these multiply; casts are no part of it.
-
-    What multiplies faster is filled as slowly: the sizes are lengthened as bf16's are, and by as much more as the
-    peak is higher, along the sum.
-    """
-    if (fmt := scenario.precision.matmul_format) is None or scenario.is_on_host:  # a CPU multiplies what it casts back
-        return matmul_s(scenario, m, n, k)
-    constants, gpu = scenario.engine.constants, scenario.cluster.gpu
-    if not (peak := gpu.peak_of(fmt)):
-        return inf
-    efficiency = constants.fp8_efficiency if fmt.peak == "fp8" else constants.fp4_efficiency
-    fill = constants.matmul_fill
-    flops = 2.0 * (m + fill) * (n + fill) * (k + fill * peak / gpu.peak_flops_per_s)
-    moved_s = pass_s(scenario, activation_size(scenario) * m * n + fmt.held_bytes * (n * k + m * k))
-    return max(flops / (peak * efficiency * constants.matmul_share), moved_s)
-
-
-def matrix_flops_per_s(scenario: Scenario) -> float:
-    """The peak for matrices in the format that is computed in."""
-    gpu = scenario.cluster.gpu
-    if scenario.precision.compute == "float32" and gpu.peak_fp32_flops_per_s is not None:
-        return gpu.peak_fp32_flops_per_s
-    if scenario.precision.compute == "float16" and gpu.peak_fp16_flops_per_s is not None:
-        return gpu.peak_fp16_flops_per_s
-    return gpu.peak_flops_per_s
-
-
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
@@ -151,8 +114,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     ])  # fmt: skip
     traffic = elementwise_bytes(scenario, layout, kernels) + cast_bytes(scenario, layout, kernels)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
-    if has_eager_norms(kernels):
-        num_norms = sum(entry.kind == "norm" for entry in tape)
+    if num_norms := count_eager_norms(scenario, kernels, tape):
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * permuted_bytes(scenario, layout))  # as much in backward
@@ -283,8 +245,8 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     matmuls_s -= 0.0 if layout.overlaps_tp or is_own_mixture else block.last_matmul_s
     recompute_s, again_cp_s = block.elementwise_s, block.forward_cp_s
     recompute_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
-    if "attention" in recompute.kept:
-        recompute_s += score_traffic_s(scenario, layout, kernels)
+    if name_kept(scenario, kernels) in recompute.kept:
+        recompute_s += score_traffic_s(scenario, layout, kernels)[0]
         again_cp_s *= CONTEXT_METHODS[layout.cp_method].splits_heads
     else:
         recompute_s += block.attention_s
@@ -296,46 +258,6 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     # The last reduction, half an all-reduce.
     left_out = 0.0 if is_own_mixture else description.tp_closes_block / max(1, description.num_branches)
     return recompute_s, again_beside_s + tp_s * (1 - left_out * (0.5 if layout.shards_sequence else 1.0))
-
-
-def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
-    """Seconds of scores, softmax and weighted values, forward and backward.
-
-    Flash kernels skip the half that the causal mask hides and compute the scores again in backward, 2.5 times the FLOPs
-    of forward (arXiv:2307.08691, sec. 4.1), and what a window hides. Separate operations compute all of it and move
-    every score through memory.
-    """
-    model, constants, seq_len = scenario.model, scenario.engine.constants, scenario.batch.seq_len
-    peak, tokens = matrix_flops_per_s(scenario), tokens_of(scenario, layout)
-    flops = tokens * count_attention_flops_per_token(model, seq_len) / layout.tp
-    if not find_kernel(AttentionKernel, kernels.attention).holds_scores:
-        forward_s = flash_s(scenario, kernels.attention, flops * describe(model).attention.seen_share(seq_len))
-        return forward_s, 2.5 * forward_s
-    fill = constants.matmul_fill
-    lengthened = (1 + fill / model.head_width) * (1 + fill / seq_len) ** 2
-    matmuls = flops * lengthened / (peak * constants.matmul_efficiency)
-    moved = score_traffic_s(scenario, layout, kernels)
-    return matmuls + moved, 2 * matmuls + 1.5 * moved
-
-
-def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
-    """Seconds of a flash kernel, which computes the half of so many FLOPs that the mask leaves."""
-    efficiency = getattr(scenario.engine.constants, find_kernel(AttentionKernel, attention).efficiency)
-    return flops / 2 / float(matrix_flops_per_s(scenario) * efficiency)
-
-
-def pass_s(scenario: Scenario, moved_bytes: float) -> float:
-    """Seconds of an elementwise kernel that reads and writes so many bytes."""
-    return moved_bytes / (scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency)
-
-
-def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Seconds of moving every score through memory between attention's matmuls in forward; 0 for flash kernels."""
-    kernel = find_kernel(AttentionKernel, kernels.attention)
-    if not kernel.holds_scores:
-        return 0.0
-    constants, scores = scenario.engine.constants, tokens_of(scenario, layout) * scenario.batch.seq_len
-    return pass_s(scenario, getattr(constants, kernel.traffic) * scores * scenario.model.num_heads / layout.tp)
 
 
 def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:

@@ -5,6 +5,7 @@ Every step of a block's tape that is no matmul, no attention and no message is a
 """
 
 from functools import lru_cache
+from itertools import zip_longest
 
 from dtlayout.costmodel.scenario import (
     Scenario,
@@ -27,6 +28,9 @@ from dtlayout.spec.model_shape import ModelShape
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
 """Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
+_PASS_BYTES, _GATED_BYTES, _SEPARATE_NORM_BYTES = 4.0, 10.0, 32.0
+"""Moved in bf16 by forward for each element: in one pass; by a gate's activation and the product; and by an RMSNorm of
+separate operations beside one pass, which is what `norm_traffic_bytes` prices."""
 _FFN_TRAFFIC_BYTES = 12.0
 """Moved by the activation function and its backward for each token and unit of the FFN, over t."""
 _ADDED_TRAFFIC_BYTES = 12.0
@@ -76,7 +80,7 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
     widening = activation_size(scenario) / 2  # the constants count passes in bf16
     width_traffic = widening * constants.width_traffic_bytes / 4
     rope_traffic = constants.rope_traffic_bytes
-    if find_kernel(RopeKernel, kernels.rope).is_fused or kernels.compiles_blocks:
+    if is_rope_fused(scenario, kernels):
         rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
     experts = describe(scenario.model).experts
     moved = {
@@ -88,9 +92,35 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
         "add": widening * _ADDED_TRAFFIC_BYTES,
         "rescale": widening * _RESCALED_TRAFFIC_BYTES,
     }
+    per_norm_byte = constants.norm_traffic_bytes / 2 / _SEPARATE_NORM_BYTES
     tape = fullest_tape(scenario, layout, kernels)
-    of_width = [(moved[entry.kind], entry.reads[0]) for entry in tape if entry.kind not in _WITHOUT_PASSES]
-    return sum([each * read.width / ranks[read.spread] for each, read in of_width])
+    total = 0.0
+    for entry, after in zip_longest(tape, tape[1:]):
+        if entry.kind in _WITHOUT_PASSES or (entry.kind == "activation" and entry.continues):
+            continue  # the second half of an activation is priced with the first
+        tensor, price = entry.reads[0], moved[entry.kind]
+        if any(entry.moves) and not kernels.compiles_blocks:
+            tensor = entry.makes[0]
+            if entry.kind == "norm":
+                price = width_traffic + per_norm_byte * max(0.0, find_moved(entry, scenario) - widening * _PASS_BYTES)
+            else:
+                is_gated = tensor.width < sum(each.width for each in entry.reads) or (after and after.continues)
+                usual = widening * (_GATED_BYTES if is_gated else _PASS_BYTES)
+                price += 3 * max(0.0, find_moved(entry, scenario) - usual)
+        total += price * tensor.width / ranks[tensor.spread]
+    return total
+
+
+def is_rope_fused(scenario: Scenario, kernels: Kernels) -> bool:
+    """Whether the rotary embedding is one kernel; a traced model has its own code, which a compiler alone fuses."""
+    fused = find_kernel(RopeKernel, kernels.rope).is_fused and not scenario.model.trace
+    return fused or kernels.compiles_blocks
+
+
+def find_moved(entry: TapeEntry, scenario: Scenario) -> float:
+    """Bytes that the forward of a model's own code moves for each element, in the scenario's format."""
+    size = activation_size(scenario)
+    return entry.moves[0] if size <= 2 else entry.moves[1] * size / 4
 
 
 def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -184,5 +214,15 @@ def permuted_bytes(scenario: Scenario, layout: Layout) -> float:
 
 
 def has_eager_norms(kernels: Kernels) -> bool:
-    """Whether each operation of a norm is a pass of its own."""
+    """Whether each operation of a norm that `kernels.norm` computes is a pass of its own."""
     return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
+
+
+def count_eager_norms(scenario: Scenario, kernels: Kernels, tape: tuple[TapeEntry, ...]) -> int:
+    """Norms of a block of which each operation is a pass of its own, by a kernel's code or by the model's."""
+    norms = [entry for entry in tape if entry.kind == "norm"]
+    if kernels.compiles_blocks:
+        return 0
+    widening = activation_size(scenario) / 2
+    of_kernel = has_eager_norms(kernels)
+    return sum(find_moved(each, scenario) > widening * _PASS_BYTES if any(each.moves) else of_kernel for each in norms)

@@ -5,10 +5,10 @@ from operator import add
 from typing import NamedTuple
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, tp_link
-from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.muon import iteration_s
 from dtlayout.costmodel.offload import state_times
+from dtlayout.costmodel.operators import pass_s
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
 from dtlayout.costmodel.scenario import (
     Scenario,

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from dtlayout.costmodel.attention import attention_s
 from dtlayout.costmodel.comm import all_reduce_s, data_link, exchange_s, half_all_reduce_s, message_s, tp_link
-from dtlayout.costmodel.compute import attention_s, block_tp_s, host_s, operation_s
+from dtlayout.costmodel.compute import block_tp_s, host_s, operation_s
 from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario

@@ -60,6 +60,8 @@ class Description:
     """Further weights before the blocks, such as learned positions."""
     beside_head: tuple[Weight, ...] = ()
     """Further weights after the blocks, such as the head's bias."""
+    caps_logits: bool = False
+    """Whether a softcap bounds logits; its backward keeps a tensor as large."""
 
     @property
     def before_blocks(self) -> tuple[Weight, ...]:

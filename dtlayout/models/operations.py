@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, Literal
 
+from dtlayout.models.scores import Scores
 from dtlayout.models.tape import GATHERED, HIDDEN, INPUT, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.models.weight import Piece, Weight
 from dtlayout.spec.recompute import Kept
@@ -63,6 +64,8 @@ class Norm(BaseOperation):
     keeps: tuple[Literal["input", "cast", "exact", "compute"], ...] = ()
     """Tensors that a model's own code keeps: the input, a copy of it in the exact format, others in the exact or the
     compute format. Empty where `kernels.norm` computes it."""
+    moves: tuple[int, int] = (0, 0)
+    """Bytes that a model's own code moves for each element in forward: in a format of two bytes, and in fp32."""
     over_ranks: bool = False
     """True for an RMSNorm over all that tp splits inside a branch: its ranks add up the squares of their parts."""
     beside: str = ""
@@ -149,11 +152,16 @@ class Norm(BaseOperation):
         if len(saved) == 1:
             scratch = (exact, exact) if self.keeps == ("cast",) and options.casts_norms else None
             return (
-                TapeEntry("norm", (read,), (made,), (*saved, rows), weights, scratch, ends_first=True, is_local=True),
-            )
+                TapeEntry(
+                    "norm", (read,), (made,), (*saved, rows), weights, scratch, ends_first=True, is_local=True,
+                    moves=self.moves,
+                ),
+            )  # fmt: skip
         first, *others = saved
         # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
-        norm = TapeEntry("norm", (read,), (exact,), (first,), weights, scratch=(exact,) * 4, ends_first=True)
+        norm = TapeEntry(
+            "norm", (read,), (exact,), (first,), weights, scratch=(exact,) * 4, ends_first=True, moves=self.moves
+        )
         copies = (exact,) * (2 + options.casts_norms)
         scale = TapeEntry("scale", (exact,), (made,), (*others, rows), (), copies, is_local=True, continues=True)
         return (norm, scale)
@@ -298,6 +306,8 @@ class SelfAttention(BaseOperation):
     held: int = 0
     """Elements of a token that a model's own code keeps beside these: what lies in one matrix with values, or a copy of
     the result in another order."""
+    scores: tuple[Scores, ...] = ()
+    """What it holds for each pair of tokens, by the length of sequences; empty where a kernel computes it in pieces."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
@@ -375,6 +385,8 @@ class Activation(BaseOperation):
     computes it."""
     keeps_opened: bool = True
     """Whether what it reads is kept; an activation such as relu keeps its result alone."""
+    moves: tuple[int, int] = (0, 0)
+    """Bytes that a model's own code moves for each element in forward: in a format of two bytes, and in fp32."""
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """The activation, or silu and the product each by itself."""
@@ -386,9 +398,11 @@ class Activation(BaseOperation):
         if self.own < 0 or options.compiles:
             return record_activation(opened, active, options)
         if len(opened) == 2 and self.own == 1 and self.keeps_opened:
-            return record_activation(opened, active, options._replace(num_gated_kept=3))
+            first, second = record_activation(opened, active, options._replace(num_gated_kept=3))
+            return first._replace(moves=self.moves), second
         own = tuple(active._replace(name=f"{active.name}.own{number}") for number in range(self.own))
-        return (TapeEntry("activation", opened, (active,), (*opened * self.keeps_opened, *own)),)
+        saves = (*opened * self.keeps_opened, *own)
+        return (TapeEntry("activation", opened, (active,), saves, moves=self.moves),)
 
 
 def record_activation(

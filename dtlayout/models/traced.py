@@ -19,6 +19,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import parse_json
 from dtlayout.models.description import Description, Operation
 from dtlayout.models.operations import Norm
+from dtlayout.models.scores import read_scores
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import ModelShape
 
@@ -72,16 +73,20 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
+_ENDS = [each.name for each in fields(Description) if each.name not in ("block", "caps_logits")]
+"""Weights of a description that lie outside of blocks."""
+
+
 def _write(described: Description) -> dict[str, Any]:
-    ends = {each.name: getattr(described, each.name) for each in fields(Description) if each.name != "block"}
+    ends = {name: getattr(described, name) for name in _ENDS}
     block = [{"operation": type(each).__name__, **asdict(each)} for each in described.block]
     return {
-        "block": block,
+        "block": block, "caps_logits": described.caps_logits,
         **{
             name: [asdict(each) for each in value] if isinstance(value, tuple) else asdict(value)
             for name, value in ends.items()
         },
-    }
+    }  # fmt: skip
 
 
 def _read(table: Mapping[str, Any]) -> Description:
@@ -95,12 +100,14 @@ def _read(table: Mapping[str, Any]) -> Description:
         head=_make(Weight, table["head"]),
         beside_embedding=tuple(_make(Weight, each) for each in table["beside_embedding"]),
         beside_head=tuple(_make(Weight, each) for each in table["beside_head"]),
+        caps_logits=table["caps_logits"],
     )
 
 
 def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """A dataclass of values from JSON, in which tuples are lists."""
-    return kind(**{key: _to_tuple(value) for key, value in values.items()})
+    made = {key: _to_tuple(value) for key, value in values.items()}
+    return kind(**made | ({"scores": read_scores(made["scores"])} if "scores" in made else {}))
 
 
 def _to_tuple(value: Any) -> Any:

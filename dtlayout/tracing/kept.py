@@ -84,12 +84,36 @@ def _comes_from(maker: Call, entered: int, made: dict[int, Call]) -> bool:
     return source == entered
 
 
-def count_kept(calls: Sequence[Call], record: BlockRecord, opened: Collection[int], result: int) -> tuple[int, bool]:
-    """Tensors as large as `result` that its calls keep beside it and the `opened` ones, and whether these are kept."""
-    kept, shown = find_kept(find_calls_between(calls, opened, result), opened)
+def count_kept(
+    calls: Sequence[Call], record: BlockRecord, opened: Collection[int], result: int
+) -> tuple[int, bool, tuple[int, int]]:
+    """Tensors as large as `result` that its calls keep beside it and the `opened` ones, whether these are kept, and
+    bytes that the calls move for each element of it (`count_moved`)."""
+    between = find_calls_between(calls, opened, result)
+    kept, shown = find_kept(between, opened)
     last, size = find_shown(result, shown), record.count(result)
     own = [each for each in kept if each not in opened and each != last and record.count(each) == size]
-    return len(own), any(each in opened for each in kept)
+    return len(own), any(each in opened for each in kept), count_moved(between, record, result)
+
+
+def count_moved(calls: Sequence[Call], record: BlockRecord, wide: int) -> tuple[int, int]:
+    """Bytes that a row of calls moves through memory for each element of the tensor `wide`, each a pass of its own:
+    where the model computes in a format of two bytes, and where it does in fp32, in which casts copy nothing.
+
+    Counted are tensors as large as that one. Views move nothing.
+    """
+    size, moved = record.count(wide), [0, 0]
+    is_all_exact = record.is_exact(record.enters)
+    for call in calls:
+        tensors = [each for each in (*call.reads, *call.makes) if record.count(each) == size]
+        if call.function in _ALIASES or ({*call.makes} <= {*call.reads} and call.function in _CASTS):
+            continue
+        is_exact = [record.is_exact(each) and not is_all_exact for each in tensors]
+        if call.function in _CASTS and len({*is_exact}) < 2:
+            continue
+        moved[0] += sum(4 if exact else 2 for exact in is_exact)
+        moved[1] += 4 * len(tensors) * (call.function not in _CASTS)
+    return moved[0], moved[1]
 
 
 def find_calls_between(calls: Sequence[Call], begins: Collection[int], end: int) -> list[Call]:

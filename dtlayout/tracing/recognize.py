@@ -28,7 +28,7 @@ from dtlayout.models.operations import (
 )
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import HIDDEN
-from dtlayout.tracing.kept import count_kept, name_kept
+from dtlayout.tracing.kept import count_kept, count_moved, name_kept
 from dtlayout.tracing.norms import find_rms_eps
 from dtlayout.tracing.pieces import Range, find_pieces, find_range
 from dtlayout.tracing.record import EXPERTS, BlockRecord, Call
@@ -220,6 +220,7 @@ class _Reader:
             parameters=own,  # type: ignore[arg-type]
             initial="zeros" if adds_one else "ones",
             keeps=keeps,  # type: ignore[arg-type]
+            moves=count_moved(calls, self.record, entered),
         )  # fmt: skip
         if norm.reads == HIDDEN:
             norm = replace(norm, beside=self.reads_stream)
@@ -289,12 +290,12 @@ class _Reader:
         if is_gated and len(opened) == 1 and not self._join(opened[0]):
             self.problems.append(f"{opened[0]} holds gate and up in one matrix")
         names = () if [*opened] in usual and len(opened) == 1 + is_gated else tuple(opened)
-        own, keeps_opened = 0, True
+        own, keeps_opened, moves = 0, True, (0, 0)
         if entered is not None:
-            own, keeps_opened = count_kept(
+            own, keeps_opened, moves = count_kept(
                 self.record.calls, self.record, {self.results[name] for name in opened}, entered
             )
-        self.operations.append(Activation(module, width, is_gated, names, own, keeps_opened))
+        self.operations.append(Activation(module, width, is_gated, names, own, keeps_opened, moves))
         for name in opened:
             self.consumers.setdefault(name, set()).add("activation")
         return f"{module}.active"

@@ -29,12 +29,13 @@ from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY, Divided, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.tracing.building import build_model
+from dtlayout.tracing.building import build_model, without_dropout
 from dtlayout.tracing.causality import find_acausal
 from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
 from dtlayout.tracing.parts import BLOCKS, find_parts
 from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
+from dtlayout.tracing.scores import ScoreMeter
 from dtlayout.tracing.split import Rehearsal, Split, find_split
 
 ATTENTION = "dtlayout-trace"
@@ -69,7 +70,8 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed)
         if reason := find_acausal(own, trace.shape.block_kinds):
             raise InvalidConfig(reason)
-        return replace(trace, config=own, library=find_version("transformers"))
+        kinds = ScoreMeter(model, blocks_name, recorder.fake).measure(trace.kinds, trace.shape.block_kinds)
+        return replace(trace, kinds=kinds, config=own, library=find_version("transformers"))
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
@@ -93,6 +95,8 @@ def describe_module(
         records = record(model, blocks, recorder, example_inputs)
         recorder.release()
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, is_tied=is_tied)
+        meter = ScoreMeter(model, blocks_name, recorder.fake, example_inputs)
+        trace = replace(trace, kinds=meter.measure(trace.kinds, trace.shape.block_kinds))
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
@@ -111,7 +115,7 @@ def build(parsed: Any, dtype: torch.dtype) -> nn.Module:
         options = {} if attention is None else {"attn_implementation": attention}
         try:
             with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(parsed), dtype=dtype, **options)
+                model: nn.Module = AutoModelForCausalLM.from_config(without_dropout(parsed), dtype=dtype, **options)
             if attention is None or model._supports_attention_backend:
                 return model.eval()
         except Exception as error:  # whatever a model's own code raises

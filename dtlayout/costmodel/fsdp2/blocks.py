@@ -105,7 +105,7 @@ def head_forward(size: Sizes, end: Sequence[SizedEntry]) -> Phase:
     `end` has the steps of the norm: `Sizes.end`, or `Sizes.first_end`.
     Whoever calls the head holds what the norm gave until the loss is there, also where the head gathers it first.
     """
-    left = size.whole + size.head_weight if size.joins_loss else size.logits
+    left = size.whole + size.head_weight if size.joins_loss else size.logits + size.capped
     is_needed = size.description.head.trains and not size.joins_loss  # by the gradient of the head's weight
     dropped = 0.0 if is_needed else size.norm_output
     held = size.stream if size.shards_sequence else 0.0
@@ -124,7 +124,8 @@ def head_backward(size: Sizes, end: Sequence[SizedEntry], weights: WeightGradien
         to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, whole), *head]
     else:
         read = size.norm_output if size.description.head.trains else 0.0
-        to_input = [(_A, whole), *head, (_L, -size.logits), (_A, -read)]
+        uncapped = [(_L, size.capped), (_L, -2 * size.capped)]
+        to_input = [*uncapped, (_A, whole), *head, (_L, -size.logits), (_A, -read)]
     return changes(*to_input, *BackwardWalk(has_gradient=()).over(end, weights.come))
 
 

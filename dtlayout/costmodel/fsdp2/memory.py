@@ -113,7 +113,7 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
 
     @cache
     def sizes(kind: ModelShape, ends_gradients: bool) -> Sizes:
-        return Sizes(scenario.kinds[kind], layout, kernels, ends_gradients=ends_gradients)
+        return Sizes(scenario.kinds.get(kind, scenario), layout, kernels, ends_gradients=ends_gradients)
 
     make = cache(partial(_Stage, scenario.model, layout, sizes, UnitBytes(scenario, layout)))
     every = Recompute.parse(layout.recompute).every or 1
@@ -121,7 +121,9 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
 
     def to_stage(chunk: StageSlice) -> _Stage:
         start = chunk.layers.start
-        if start >= num_first:  # where blocks begin then says no more than which are recomputed
+        if (
+            start >= num_first and len({*scenario.model.block_kinds}) < 2
+        ):  # where blocks begin then says no more than which are recomputed
             start = num_first + (start - num_first) % every
         return make(StageSlice(range(start, start + len(chunk.layers)), chunk.embedding, chunk.head))
 

@@ -50,8 +50,9 @@ def find_runs(
     last = find_first_differentiated(model) if stage.embedding else None
     runs = []
 
-    def sort(n: int) -> tuple[bool, ...]:
-        return recompute.covers(n), n < model.num_first, n in forward_only, n == last
+    def sort(n: int) -> tuple[int, ...]:
+        kind = model.block_kinds[n] if model.block_kinds else n < model.num_first
+        return recompute.covers(n), kind, n in forward_only, n == last
 
     for _, run in groupby(stage.layers, sort):
         layer, *others = run

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from math import ceil
 
+from dtlayout.costmodel.attention import name_kept, scores_of
 from dtlayout.costmodel.fsdp2.liveness import walk_forward
 from dtlayout.costmodel.fsdp2.tape import Measures, Rounding, SizedEntry, size_block, size_end
 from dtlayout.costmodel.scenario import (
@@ -27,12 +28,14 @@ from dtlayout.costmodel.scenario import (
     tokens_of,
     weigh_base,
 )
+from dtlayout.costmodel.traffic import is_rope_fused
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import ATTENDED, Norm
+from dtlayout.models.scores import NONE, ScoreBytes
 from dtlayout.models.tape import HIDDEN, TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
-from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, RopeKernel, SwigluKernel
+from dtlayout.spec.kernel_records import AttentionKernel, LossKernel, NormKernel, SwigluKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
 from dtlayout.spec.layout import Layout
@@ -105,7 +108,7 @@ class Sizes:
         """True if blocks have experts, and our trainer runs them: each of their tensors is known."""
         self.kept_matmuls = scenario.engine.features.kept_matmuls
         """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
-        self.separate_rope = not (kernels.compiles_blocks or find_kernel(RopeKernel, kernels.rope).is_fused)
+        self.separate_rope = not is_rope_fused(scenario, kernels)
         """True if RoPE is several operations, each with an exact result in memory."""
         self.keeps_last = not kernels.compiles_blocks
         """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
@@ -120,7 +123,7 @@ class Sizes:
             self.reorders, self.is_split and scenario.engine.features.dtensor_activations,
             self.attention, self.attention_results, self.copies_attention, self.forward_work, self.backward_work,
             (4 + self.casts) * self.separate_rope,
-            *weigh_base(scenario),
+            *weigh_base(scenario), attention_kept_as=name_kept(scenario, kernels),
         )  # fmt: skip
         if scenario.precision.matmul_format and scenario.engine.features.casts_itself:
             # Eager kernels scale a copy in fp32, which a compiler leaves out.
@@ -175,9 +178,30 @@ class Sizes:
             copy, softmax = rows * model.head_width, rows * seq_len
             self.attention, self.attention_results = 3 * copy + softmax + output, softmax + copy
             self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
+        if (own := scores_of(scenario, kernels)) != NONE:
+            self._weigh_scores(scenario, layout, own)
         if layout.cp > 1:
             by_heads = CONTEXT_METHODS[layout.cp_method].splits_heads
             (self._weigh_exchanges if by_heads else self._weigh_parts)(scenario, layout, kernel)
+
+    def _weigh_scores(self, scenario: Scenario, layout: Layout, found: ScoreBytes) -> None:
+        """Attention of a model's own code, or with a mask, as its trace has measured it: keys and values are repeated
+        for every query head, and a recomputation keeps the results of batched matmuls."""
+        attention, tokens = self.description.attention, tokens_of(scenario, layout)
+        pairs = tokens * scenario.batch.seq_len
+        scores = pairs * attention.num_heads / self.tp
+        self.mask, self.keeps_mask = pairs * found.mask, found.keeps_mask
+        if not found.repeats_heads:
+            return
+        query, output = self.split(attention.query_width), self.split(attention.output_width)
+        inputs = 2 * query + output
+        rows = 0.0 if found.are_in_memory else self.exact_element * attention.num_heads / self.tp
+        self.attention = inputs + self.split(attention.held) + output + rows
+        self.attention += scores * found.kept + pairs * found.pair_kept
+        self.attention_results = output + (scores * found.products if found.are_in_memory else rows)
+        self.forward_work = scores * found.in_forward + pairs * found.pair_in_forward
+        self.backward_work = max(inputs, output + scores * found.in_backward + pairs * found.pair_in_backward)
+        self.copies_attention = False
 
     def _weigh_exchanges(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
         """Own queries, keys and values while heads are exchanged: packed, as they come, and in the order of positions;
@@ -245,6 +269,8 @@ class Sizes:
         """Whether forward computes the gradients of what the head reads, and of its weight."""
         self.head_weight = weight if loss.joins_matmul and self.description.head.trains else 0.0
         """The gradient of the head's weight; 0 where that is not computed in forward, or at all."""
+        self.capped = self.logits if self.description.caps_logits and not loss.joins_matmul else 0.0
+        """What a softcap of the logits keeps for its backward; none where forward computes the gradients."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
         num_own, num_exact = 2, loss.num_exact  # the gradient comes in the place of one that is exact
         if num_exact > 1:
@@ -252,7 +278,7 @@ class Sizes:
             num_exact += self.is_split and features.dtensor_activations  # the softmax, on the way to its gradient
         self.exact_logits = self.exact_element * columns * at_once
         """The largest tensor of the loss: logits that are there at once, in the exact format."""
-        self.loss = early + num_own * self.logits + num_exact * self.exact_logits
+        self.loss = early + num_own * self.logits + num_exact * self.exact_logits + self.capped
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property

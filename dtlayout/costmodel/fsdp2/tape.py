@@ -77,6 +77,8 @@ class Measures(NamedTuple):
     """Whether matmuls cast weights; else these come as they multiply."""
     num_experts: float = 1.0
     """Experts of a block that a rank has."""
+    attention_kept_as: Kept = "attention"
+    """Word of the recomputations that keep attention's results."""
 
 
 class SizedEntry(NamedTuple):
@@ -193,7 +195,8 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
         is_alias = entry.kind == "alias" or (entry.kind == "gather" and not scatters)
         yield SizedEntry(
             entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves_again]),
-            entry.weights, forward_work, work, entry.kept_as, results,
+            entry.weights, forward_work, work,
+            measures.attention_kept_as if entry.kind == "attention" else entry.kept_as, results,
             adds_apart=measures.adds_apart and bool(entry.reads) and entry.reads[0].spread == "whole",
             shares_gradient=shares_gradient, puts_off=entry.puts_off, ends_first=entry.ends_first,
             is_differentiated=entry.is_differentiated, is_local=entry.is_local,

@@ -1,0 +1,48 @@
+"""Seconds of one operator on the device: a pass over memory, a matmul."""
+
+from math import inf
+
+from dtlayout.costmodel.scenario import Scenario, activation_size
+
+
+def pass_s(scenario: Scenario, moved_bytes: float) -> float:
+    """Seconds of an elementwise kernel that reads and writes so many bytes."""
+    return moved_bytes / (scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency)
+
+
+def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
+    """m×k times k×n: 2·m·n·k FLOPs at the peak's reachable share, each size lengthened by what fills the machine."""
+    constants = scenario.engine.constants
+    fill = constants.matmul_fill
+    flops = 2.0 * (m + fill) * (n + fill) * (k + fill)
+    moved_s = pass_s(scenario, activation_size(scenario) * (m * n + n * k + m * k))
+    efficiency = constants.matmul_efficiency * constants.matmul_share
+    return max(flops / (matrix_flops_per_s(scenario) * efficiency), moved_s)
+
+
+def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
+    """`matmul_s` of a linear layer in a block, in the format in which these multiply; casts are no part of it.
+
+    What multiplies faster is filled as slowly: the sizes are lengthened as bf16's are, and by as much more as the
+    peak is higher, along the sum.
+    """
+    if (fmt := scenario.precision.matmul_format) is None or scenario.is_on_host:  # a CPU multiplies what it casts back
+        return matmul_s(scenario, m, n, k)
+    constants, gpu = scenario.engine.constants, scenario.cluster.gpu
+    if not (peak := gpu.peak_of(fmt)):
+        return inf
+    efficiency = constants.fp8_efficiency if fmt.peak == "fp8" else constants.fp4_efficiency
+    fill = constants.matmul_fill
+    flops = 2.0 * (m + fill) * (n + fill) * (k + fill * peak / gpu.peak_flops_per_s)
+    moved_s = pass_s(scenario, activation_size(scenario) * m * n + fmt.held_bytes * (n * k + m * k))
+    return max(flops / (peak * efficiency * constants.matmul_share), moved_s)
+
+
+def matrix_flops_per_s(scenario: Scenario) -> float:
+    """The peak for matrices in the format that is computed in."""
+    gpu = scenario.cluster.gpu
+    if scenario.precision.compute == "float32" and gpu.peak_fp32_flops_per_s is not None:
+        return gpu.peak_fp32_flops_per_s
+    if scenario.precision.compute == "float16" and gpu.peak_fp16_flops_per_s is not None:
+        return gpu.peak_fp16_flops_per_s
+    return gpu.peak_flops_per_s
