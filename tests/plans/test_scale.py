@@ -53,7 +53,7 @@ def test_linear_layers_of_blocks_multiply_in_fp8_where_16_divides_both_sides():
 
 def test_experts_multiply_in_fp8_where_16_divides_their_sides_and_their_kernel_can():
     rules = Experts(number=4, per_token=2, ffn_size=32, dense_layers=1)
-    shape = ModelShape(**vars(SMALL) | {"experts": rules})
+    shape = replace(SMALL, experts=rules)
     model = Llama(shape, Kernels(), 8)
     (pattern,) = find_scaled_experts(shape, Kernels())
     scale_experts(model, [pattern], "fp8-rowwise")
@@ -62,7 +62,7 @@ def test_experts_multiply_in_fp8_where_16_divides_their_sides_and_their_kernel_c
     plan = make_plan(shape, Layout(), Kernels(), Precision(matmuls="fp8-rowwise"))
     rows = [line.split(maxsplit=1) for line in str(plan).split("\n")]
     assert [pattern, "each expert multiplies in fp8-rowwise"] in rows and plan.scaled_experts == (pattern,)
-    odd = ModelShape(**vars(SMALL) | {"experts": replace(rules, ffn_size=24)})
+    odd = replace(SMALL, experts=replace(rules, ffn_size=24))
     others = (shape, Kernels(experts="grouped")), (odd, Kernels()), (SMALL, Kernels())
     assert [find_scaled_experts(*each) for each in others] == [()] * 3
     assert make_plan(shape, Layout(), Kernels(), Precision()).scaled_experts == ()
@@ -71,7 +71,7 @@ def test_experts_multiply_in_fp8_where_16_divides_their_sides_and_their_kernel_c
 def test_fp8_is_gathered_where_one_scale_fits_and_nothing_else_reads_it():
     tensorwise, rowwise = (Precision(matmuls=f"fp8-{name}") for name in ("tensorwise", "rowwise"))
     assert gathers_cast(QWEN2, tensorwise) and not gathers_cast(QWEN2, rowwise) and not gathers_cast(QWEN2, Precision())
-    adapted, odd = ModelShape(**vars(QWEN2) | {"adapter": Adapter()}), ModelShape(**vars(QWEN2) | {"ffn_size": 40})
+    adapted, odd = replace(QWEN2, adapter=Adapter()), replace(QWEN2, ffn_size=40)
     assert not gathers_cast(adapted, tensorwise) and not gathers_cast(odd, tensorwise)
 
 
