@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, Literal
 
-from dtlayout.models.scores import Scores
+from dtlayout.models.scores import SequenceScores
 from dtlayout.models.tape import GATHERED, HIDDEN, INPUT, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.models.weight import Piece, Weight
 from dtlayout.spec.recompute import Kept
@@ -306,8 +306,8 @@ class SelfAttention(BaseOperation):
     held: int = 0
     """Elements of a token that a model's own code keeps beside these: what lies in one matrix with values, or a copy of
     the result in another order."""
-    scores: tuple[Scores, ...] = ()
-    """What it holds for each pair of tokens, by the length of sequences; empty where a kernel computes it in pieces."""
+    scores: tuple[SequenceScores, ...] = ()
+    """Bytes for each pair of tokens, by the length of sequences; empty where a kernel computes attention in pieces."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]

@@ -20,9 +20,9 @@ class ScoreBytes(NamedTuple):
     in_backward: float = 0.0
     """Held by backward at its fullest, beside what is kept."""
     products: float = 0.0
-    """Of results of batched matmuls, which some recomputations keep."""
+    """Results of batched matmuls, which some recomputations keep."""
     matmuls: float = 0.0
-    """Of results of all matmuls of queries and keys, which are what a compiler goes on from."""
+    """Results of all matmuls of queries and keys, which are what a compiler goes on from."""
     moved_forward: float = 0.0
     """Moved through memory by forward's passes over scores; matmuls are not counted."""
     moved_backward: float = 0.0
@@ -34,13 +34,13 @@ class ScoreBytes(NamedTuple):
     pair_in_backward: float = 0.0
     """Held likewise by backward."""
     mask: float = 0.0
-    """Of the masks, for each pair of tokens, that are made once for all blocks."""
+    """Masks that are made once for all blocks, for each pair of tokens."""
     keeps_mask: bool = False
-    """Whether backward reads these."""
+    """True if backward reads these masks."""
 
     @property
     def are_in_memory(self) -> bool:
-        """Whether scores of heads lie in memory, and no kernel computes them in pieces."""
+        """True if scores of heads lie in memory, and no kernel computes them in pieces."""
         return self.in_forward + self.kept > 0
 
     def compile(self, element_bytes: int) -> "ScoreBytes":
@@ -59,29 +59,29 @@ class ScoreBytes(NamedTuple):
 
     @property
     def repeats_heads(self) -> bool:
-        """Whether keys and values are repeated for every query head."""
+        """True if keys and values are repeated for every query head."""
         return self.are_in_memory or self.pair_kept > 0
 
 
-class Scores(NamedTuple):
+class SequenceScores(NamedTuple):
     """Bytes of attention for each score, in sequences of some lengths."""
 
     longer_than: int
     """Tokens than which sequences are longer; a window is wider than shorter ones."""
     half: ScoreBytes
-    """Where the model computes in a format of two bytes."""
+    """Bytes where the model computes in a format of two bytes."""
     single: ScoreBytes
-    """Where it computes in fp32; fp64 takes twice as much."""
+    """Bytes where it computes in fp32; fp64 takes twice as much."""
 
 
 NONE = ScoreBytes()
 """Attention of a kernel without a mask."""
 
 
-def find_score_bytes(scores: Sequence[Scores], seq_len: int, element_bytes: int) -> ScoreBytes:
+def find_score_bytes(scores: Sequence[SequenceScores], seq_len: int, element_bytes: int) -> ScoreBytes:
     """Bytes of attention in sequences of this length, with numbers of so many bytes.
 
-    >>> find_score_bytes([Scores(0, ScoreBytes(kept=10.0), ScoreBytes(kept=8.0))], 4096, 2).kept
+    >>> find_score_bytes([SequenceScores(0, ScoreBytes(kept=10.0), ScoreBytes(kept=8.0))], 4096, 2).kept
     10.0
     """
     known = [each for each in scores if seq_len > each.longer_than]
@@ -96,12 +96,12 @@ def find_score_bytes(scores: Sequence[Scores], seq_len: int, element_bytes: int)
     return single._replace(**doubled)
 
 
-def read_scores(values: Sequence[Sequence[Any]]) -> tuple[Scores, ...]:
+def read_scores(values: Sequence[Sequence[Any]]) -> tuple[SequenceScores, ...]:
     """Scores from a trace's file, where they are lists."""
-    return tuple(Scores(longer, ScoreBytes(*half), ScoreBytes(*single)) for longer, half, single in values)
+    return tuple(SequenceScores(longer, ScoreBytes(*half), ScoreBytes(*single)) for longer, half, single in values)
 
 
-def describe_scores(scores: Sequence[Scores]) -> str:
+def describe_scores(scores: Sequence[SequenceScores]) -> str:
     """A line on attention of which each score lies in memory, and what that costs; empty where none does."""
     held = [each for each in scores if each.half.are_in_memory]
     if not held:

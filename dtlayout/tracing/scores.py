@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import first_line
-from dtlayout.measure.storages import each_tensor
 from dtlayout.models.description import Description, Operation
 from dtlayout.models.operations import Activation, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
-from dtlayout.models.scores import NONE, ScoreBytes, Scores
+from dtlayout.models.scores import NONE, ScoreBytes, SequenceScores
 from dtlayout.models.tape import PLAIN, join
 from dtlayout.tracing.attention import NAME, bind_kernel, register
 from dtlayout.tracing.record import list_tensors
@@ -87,10 +86,10 @@ class ScoreWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # a question to a tensor
             return result
-        made = [each for each in each_tensor(result) if self.count_pairs(each)]
+        made = [each for each in list_tensors(result) if self.count_pairs(each)]
         for each in made:
             self._meet(each)
-        read = [each for each in each_tensor((args, kwargs or {})) if self.count_pairs(each)]
+        read = [each for each in list_tensors((args, kwargs or {})) if self.count_pairs(each)]
         shows = made and {_key(each) for each in made} <= {_key(each) for each in read}
         name = func._schema.name.rpartition("::")[2].strip("_")
         if name in _MATMULS:
@@ -133,14 +132,14 @@ def list_saved(result: Tensor) -> Iterator[Tensor]:
         seen.add(node)
         left += [each for each, _ in node.next_functions]
         named = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        for each in each_tensor([*named, *getattr(node, "saved_tensors", ())]):
+        for each in list_tensors([*named, *getattr(node, "saved_tensors", ())]):
             if _key(each) not in storages:
                 storages.add(_key(each))
                 yield each
 
 
-class BlockBytes(NamedTuple):
-    """What a block holds in training."""
+class MeasuredBlock(NamedTuple):
+    """Bytes of a block in training, as measured."""
 
     scores: ScoreBytes
     others: float
@@ -154,7 +153,7 @@ class _Measurement:
     """
 
     def __init__(self, seq_len: int, num_heads: int):
-        self.watch, self.found = ScoreWatch(seq_len, num_heads), list[BlockBytes]()
+        self.watch, self.found = ScoreWatch(seq_len, num_heads), list[MeasuredBlock]()
         self._before = (0, 0)
         self._masks, self._shared = set[int](), set[int]()
         self._left: Tensor | None = None
@@ -207,7 +206,7 @@ class _Measurement:
             mask=sum(self._before),
             keeps_mask=keeps_mask,
         )
-        self.found.append(BlockBytes(scores, others / watch.seq_len))
+        self.found.append(MeasuredBlock(scores, others / watch.seq_len))
         return (left, *[None for _ in result[1:]]) if isinstance(result, tuple) else left
 
     def finish(self) -> None:
@@ -224,7 +223,7 @@ class _Measurement:
             moved_backward=watch.moved.of_heads / heads,
             pair_in_backward=max(0, watch.most[1] - held[1]),
         )
-        self.found[-1] = BlockBytes(scores, others)
+        self.found[-1] = MeasuredBlock(scores, others)
 
 
 class ScoreMeter:
@@ -277,13 +276,13 @@ class ScoreMeter:
         )
 
     def _complete(
-        self, described: Description, runs: Sequence[Mapping[int, Sequence[BlockBytes]]], number: int
+        self, described: Description, runs: Sequence[Mapping[int, Sequence[MeasuredBlock]]], number: int
     ) -> Description:
         """The kind of the block `number` with its bytes of the runs in each format, by the length of sequences."""
         half, single = runs[0], runs[-1]
-        scores = list[Scores]()
+        scores = list[SequenceScores]()
         for above, found in half.items():
-            new = Scores(above if scores else 0, found[number].scores, single[above][number].scores)
+            new = SequenceScores(above if scores else 0, found[number].scores, single[above][number].scores)
             scores += [new] * (not scores or scores[-1][1:] != new[1:])
         if all(each.half == NONE for each in scores):
             scores = []
@@ -323,7 +322,7 @@ class ScoreMeter:
         )
         return next(fits, 0)
 
-    def _run(self, length: int, described: Description, dtype: torch.dtype) -> list[BlockBytes]:
+    def _run(self, length: int, described: Description, dtype: torch.dtype) -> list[MeasuredBlock]:
         measurement = _Measurement(length, described.attention.num_heads)
         self._put_weights(dtype)
         self.model.train(self.inputs is None)  # a module of one's own may have dropout
@@ -354,7 +353,7 @@ def _is_prime(n: int) -> bool:
     return n > 1 and all(n % each for each in range(2, int(n**0.5) + 1))
 
 
-def count_more(described: Description, found: BlockBytes, element_bytes: int) -> int:
+def count_more(described: Description, found: MeasuredBlock, element_bytes: int) -> int:
     """Elements of a token that a block keeps for backward beside what its operations say; below 0 if it keeps fewer.
 
     Less than a hundredth of all, such as a number more for each row of a norm, counts as none.

@@ -11,10 +11,10 @@ from toys import TOYS, make_config
 from dtlayout.commands.trace import _list_operations
 from dtlayout.models.description import Description
 from dtlayout.models.operations import Activation, Norm
-from dtlayout.models.scores import NONE, ScoreBytes, Scores, describe_scores, find_score_bytes
+from dtlayout.models.scores import NONE, ScoreBytes, SequenceScores, describe_scores, find_score_bytes
 from dtlayout.models.tape import PLAIN, join
 from dtlayout.models.traced import Trace, parse_trace
-from dtlayout.tracing.scores import BlockBytes, ScoreWatch, count_more, list_saved
+from dtlayout.tracing.scores import MeasuredBlock, ScoreWatch, count_more, list_saved
 from dtlayout.tracing.trace import trace_config
 
 HEADS, LENGTH = 4, 37
@@ -84,7 +84,7 @@ def test_a_file_gives_back_what_was_measured(name, traces):
 
 def test_lengths_and_formats_choose_what_was_measured():
     half, single = ScoreBytes(kept=10.0), ScoreBytes(kept=8.0, keeps_mask=True)
-    scores = [Scores(0, NONE, NONE), Scores(128, half, single)]
+    scores = [SequenceScores(0, NONE, NONE), SequenceScores(128, half, single)]
     assert find_score_bytes(scores, 128, 2) == NONE and find_score_bytes(scores, 129, 2) == half
     assert find_score_bytes(scores, 129, 4) == single
     assert find_score_bytes(scores, 129, 8) == single._replace(kept=16.0)
@@ -132,11 +132,11 @@ def test_operations_say_all_that_a_block_keeps(traces):
     described = traces["llama"].kinds[0]
     assert described.attention.held == 0
     rows = 4 * described.attention.num_heads
-    measured = BlockBytes(NONE, count_saved(described) + rows + 2 * 70)
+    measured = MeasuredBlock(NONE, count_saved(described) + rows + 2 * 70)
     assert count_more(described, measured, 2) == 70
-    few = BlockBytes(NONE, measured.others - 2 * 68)
+    few = MeasuredBlock(NONE, measured.others - 2 * 68)
     assert count_more(described, few, 2) == 0
-    doubled = BlockBytes(ScoreBytes(pair_kept=2), measured.others)  # keys and values of every query head
+    doubled = MeasuredBlock(ScoreBytes(pair_kept=2), measured.others)  # keys and values of every query head
     copied = 2 * described.attention.query_width + described.attention.output_width - described.attention.input_width
     assert count_more(described, doubled, 2) == 70 - copied
 

@@ -270,7 +270,7 @@ class Sizes:
         self.head_weight = weight if loss.joins_matmul and self.description.head.trains else 0.0
         """The gradient of the head's weight; 0 where that is not computed in forward, or at all."""
         self.capped = self.logits if self.description.caps_logits and not loss.joins_matmul else 0.0
-        """What a softcap of the logits keeps for its backward; none where forward computes the gradients."""
+        """Logits that a softcap keeps for its backward; 0 where forward computes the gradients."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
         num_own, num_exact = 2, loss.num_exact  # the gradient comes in the place of one that is exact
         if num_exact > 1:
