@@ -13,6 +13,8 @@ from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
+from dtlayout.models.families import describe
+from dtlayout.models.mixer import describe_state
 from dtlayout.planner.coarse_state import MEANING
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.records.intervals import find_intervals
@@ -70,6 +72,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ("step", step),
         *_describe_offload(explanation),
         *_describe_scores(scenario, now),
+        *_describe_states(scenario),
         ("bound by", bound),
         *[("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}")] * now.knows_time,
         (
@@ -91,6 +94,15 @@ def _describe_scores(scenario: Scenario, estimate: Estimate) -> list[tuple[str, 
         return []
     held = f"{format_bytes(kept)} kept by a block of each microbatch, {format_bytes(most)} at its fullest"
     return [("attention", f"the model's own, with scores in memory: {held}")]
+
+
+def _describe_states(scenario: Scenario) -> list[tuple[str, str]]:
+    """A row on states along the sequence, of the kind of block that has most; none where there is none."""
+    kinds = [describe(kind).mixers for kind, _ in scenario.model.kinds(range(scenario.model.num_layers))]
+    most = max((each for mixers in kinds for each in mixers), key=lambda each: sum(each.kept), default=None)
+    if most is None:
+        return []
+    return [(most.module, f"a state along the sequence: {describe_state(most)}; a kernel of its own keeps less")]
 
 
 def _hint_at_disk(scenario: Scenario, explanation: Explanation) -> list[str]:

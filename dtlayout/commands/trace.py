@@ -9,16 +9,21 @@ from dtlayout.base.formatting import plural
 from dtlayout.models.counting import count_active_parameters, count_parameters
 from dtlayout.models.description import Description
 from dtlayout.models.files import read_config, trace_model
+from dtlayout.models.mixer import Mixer, describe_state
 from dtlayout.models.operations import Activation, Elementwise, Linear, Norm, Residual, Rotary, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.scores import describe_scores
 from dtlayout.models.traced import MARK, Trace, read_trace
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
 
 EXAMPLE = "dtlayout trace path/to/config.json --output model.json"
 
 
 _NOT = {
     "training": "not trained", "tp": "not split by tp", "sequence_parallel": "no sequence parallelism",
+    "cp": "not split by cp", "document_mask": "documents are not kept apart",
+    "splits_backward": "no schedule that splits the backward",
+    **{name: f"not with layout.cp_method={name}" for name in CONTEXT_METHODS},
 }  # fmt: skip
 """Key of `Trace.whole` → words for it."""
 
@@ -83,6 +88,10 @@ def _describe(operation: object) -> tuple[str, str]:
             held = describe_scores(scores)
             return "attention", f"{heads} heads, {kv_heads} of keys and values, {size} wide{seen}" + f"; {held}" * bool(
                 held
+            )
+        case Mixer(makes=name, width=size) as state:
+            return name, f"state along the sequence, of {size} elements" + f"; {describe_state(state)}" * any(
+                state.kept
             )
         case Activation(module=module, width=size, gated=gated):
             return module, f"{'gated ' if gated else ''}activation of {size} elements"

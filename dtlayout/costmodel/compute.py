@@ -46,6 +46,8 @@ from dtlayout.spec.recompute import Recompute
 
 _MAXIMUM_BYTES = 4.0
 """A largest number in fp32."""
+_CHUNK = 64
+"""Tokens of the chunks in which code of a state multiplies, in most families; sums of its matmuls are as long."""
 _SUM_BYTES = 4.0
 """A sum of squares in fp32."""
 
@@ -189,6 +191,8 @@ def _matmul_sizes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
             is_of_stream = read.spread == made.spread == "stream"
             rows = tokens / ranks_by_spread(layout)["stream"] if is_of_stream else tokens
             sizes.append(_Matmul(1, rows, outputs, inputs, frozen, entry.casts))
+        elif entry.kind == "mixer" and entry.flops:
+            sizes.append(_Matmul(1, tokens, entry.flops / (2 * _CHUNK), _CHUNK, 0.0, casts=False))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token

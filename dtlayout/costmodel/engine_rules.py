@@ -12,7 +12,7 @@ from dtlayout.costmodel.engine_features import KNOWN_AXES
 from dtlayout.models.families import FAMILIES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
-from dtlayout.models.traced import FAMILY, find_whole
+from dtlayout.models.traced import FAMILY, find_state, find_whole
 from dtlayout.spec.base_format import BASE_FORMATS
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.layout import Layout
@@ -39,6 +39,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
         *_check_stages(engine, layout, model),
         *_check_tokens_of_experts(layout, model),
         *_check_adapter(layout, model),
+        *_check_state(layout, model),
         *check_copies_of_experts(engine, layout.ep, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp),
     ])  # fmt: skip
 
@@ -296,6 +297,16 @@ def _check_model(engine: Engine, model: ModelShape) -> list[Refusal]:
     ]
 
 
+def _check_state(layout: Layout, model: ModelShape) -> list[Refusal]:
+    """A state along the sequence is split over no ranks, by no program: what that would send is not known."""
+    state = find_state(model) if layout.tp > 1 or layout.cp > 1 else ""
+    return [
+        Refusal(key, f"layout.{key}={size}: {state} carries a state along the sequence", f"use {key}=1")
+        for key, size in (("tp", layout.tp), ("cp", layout.cp))
+        if state and size > 1
+    ]
+
+
 def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: Precision) -> list[Refusal]:
     """A traced model is split as its trace allows, and nothing is put into it that reads a description's modules."""
     if model.family != FAMILY or engine.name != OWN_ENGINE:
@@ -340,10 +351,11 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
 
 def find_kept_whole(model: ModelShape) -> frozenset[str]:
     """Axes over which our trainer does not split a model that it trains, methods of cp that don't go, and
-    "sequence_parallel" if not that either; empty for a model that is described."""
+    "sequence_parallel" if not that either; empty for a model that is described, and of one that is predicted alone
+    those over which no program splits it."""
     whole = find_whole(model)
     if model.family != FAMILY or "training" in whole:
-        return frozenset()
+        return frozenset({"tp", "cp"} if find_state(model) else ())
     return frozenset({"tp_overlap", "ep", *whole})
 
 

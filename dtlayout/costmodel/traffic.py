@@ -98,6 +98,9 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
     for entry, after in zip_longest(tape, tape[1:]):
         if entry.kind in _WITHOUT_PASSES or (entry.kind == "activation" and entry.continues):
             continue  # the second half of an activation is priced with the first
+        if entry.kind == "mixer":
+            total += 3 * find_moved(entry, scenario) * entry.makes[0].width
+            continue
         tensor, price = entry.reads[0], moved[entry.kind]
         if any(entry.moves) and not kernels.compiles_blocks:
             tensor = entry.makes[0]

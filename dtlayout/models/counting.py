@@ -64,20 +64,27 @@ def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:
 
     The convention of the study (arXiv:2311.05610) and of PaLM (arXiv:2204.02311, appendix B): N is every parameter,
     embeddings included, a tied one once, of experts those of a token; attention is counted whole although the mask is
-    causal; what is computed again in backward is not credited. Of a frozen parameter it is 4: it has no gradient.
+    causal; what is computed again in backward is not credited. Of a frozen parameter it is 4: it has no gradient. What
+    states along the sequence compute is counted as attention is.
     """
     credited = 6 * count_active_parameters(model) - 2 * count_active_frozen_parameters(model)
-    return credited + 3 * model.num_layers * count_attention_flops_per_token(model, seq_len)
+    kinds = model.kinds(range(model.num_layers))
+    return credited + 3 * sum(number * count_mixing_flops_per_token(kind, seq_len) for kind, number in kinds)
 
 
 def count_block_flops_per_token(model: ModelShape, seq_len: int) -> float:
     """Forward FLOPs of one block for a token: two an active weight, and 4·q·s for the two matmuls of attention."""
-    return 2 * count_active_block_parameters(model) + count_attention_flops_per_token(model, seq_len)
+    return 2 * count_active_block_parameters(model) + count_mixing_flops_per_token(model, seq_len)
 
 
 def count_head_flops_per_token(model: ModelShape) -> float:
     """Forward FLOPs of the head for a token, 2·V·h; looking up the embedding costs none."""
     return 2 * count_embedding_parameters(model)
+
+
+def count_mixing_flops_per_token(model: ModelShape, seq_len: int) -> float:
+    """Forward FLOPs of one block for a token that mix tokens of a sequence: attention's, and those of its states."""
+    return count_attention_flops_per_token(model, seq_len) + sum(each.flops for each in describe(model).mixers)
 
 
 def count_attention_flops_per_token(model: ModelShape, seq_len: int) -> float:

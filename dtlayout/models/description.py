@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal
 
+from dtlayout.models.mixer import Mixer
 from dtlayout.models.operations import (
     ATTENDED,
     Activation,
@@ -41,7 +42,11 @@ _NORM_PARAMETERS: Mapping[str, tuple[Literal["weight", "bias"], ...]] = {
     "factor": ("weight",), "factor-and-bias": ("weight", "bias"), "none": (),
 }  # fmt: skip
 """`BlockVariant.norm_weights` → names of a norm's parameters."""
-Operation = Norm | Branch | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Elementwise | Residual
+Operation = (
+    Norm | Branch | Linear | RoutedExperts | Rotary | SelfAttention | Mixer | Activation | Elementwise | Residual
+)
+NO_ATTENTION = SelfAttention(0, 0, 0, 0)
+"""Attention of a block that has none, as where a state takes its place: it computes nothing and holds nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,13 @@ class Description:
 
     @cached_property
     def attention(self) -> SelfAttention:
-        """The attention of a block."""
-        return next(each for each in self.block if isinstance(each, SelfAttention))
+        """The attention of a block; `NO_ATTENTION` where it has none."""
+        return next((each for each in self.block if isinstance(each, SelfAttention)), NO_ATTENTION)
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The states along the sequence that a block carries."""
+        return tuple(each for each in self.block if isinstance(each, Mixer))
 
     @cached_property
     def experts(self) -> RoutedExperts | None:
@@ -107,7 +117,7 @@ class Description:
     @cached_property
     def tp_closes_block(self) -> bool:
         """Whether the last matmul is one that closes a branch, and so is not that of routed experts."""
-        return isinstance(next(each for each in reversed(self.block) if each.kept_as == "matmuls"), Linear)
+        return isinstance(next((each for each in reversed(self.block) if each.kept_as == "matmuls"), None), Linear)
 
     def find(self, name: str) -> Weight:
         """The weight that is called so in the whole model, "model.layers.3.mlp.up_proj.weight"; KeyError if none.

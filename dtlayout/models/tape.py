@@ -34,7 +34,7 @@ class BlockTensor(NamedTuple):
 
 EntryKind = Literal[
     "norm", "scale", "matmul", "rope", "attention", "activation", "residual", "gather", "sum",
-    "dispatch", "experts", "combine", "add", "rescale", "alias",
+    "dispatch", "experts", "combine", "add", "rescale", "alias", "mixer",
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class TapeEntry(NamedTuple):
     """Word for its computation or its message. A scale is the second half of a norm of separate operations. A gather
     and a sum are tp's collectives. A dispatch copies tokens for experts, and a combine adds up their results. An add
     joins an adapter to its matmul, and a rescale multiplies each element of a token by a factor. An alias is another
-    name for a tensor."""
+    name for a tensor. A mixer carries a state along the sequence."""
     reads: tuple[BlockTensor, ...]
     """Inputs that get a gradient."""
     makes: tuple[BlockTensor, ...]
@@ -56,6 +56,8 @@ class TapeEntry(NamedTuple):
     """Names of its trained parameters."""
     scratch: tuple[BlockTensor, ...] | None = None
     """Tensors that its backward holds at its fullest, the new gradients included; None: these gradients alone."""
+    forward_scratch: tuple[BlockTensor, ...] = ()
+    """Tensors that its forward holds at its fullest, beside what it reads, makes and saves."""
     weight_scratch: tuple[BlockTensor, ...] = ()
     """Tensors that its backward holds while its weights' gradients come, beside the new gradients."""
     kept_as: Kept | None = None
@@ -88,6 +90,8 @@ class TapeEntry(NamedTuple):
     """Whether it belongs to the call that the entry before it begins, which holds its inputs until it returns."""
     saves_made: tuple[str, ...] = ()
     """Results of entries before it that it saves under a name of its own, as attention does with values."""
+    flops: float = 0.0
+    """FLOPs of a token in forward that are no matmul by a weight, of a mixer."""
     moves: tuple[float, float] = (0.0, 0.0)
     """Bytes that its forward moves for each element, where it is a model's own code: in a format of two bytes, and in
     fp32. Zeros where a kernel computes it."""

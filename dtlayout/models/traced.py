@@ -18,6 +18,7 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import parse_json
 from dtlayout.models.description import Description, Operation
+from dtlayout.models.mixer import TokenElements
 from dtlayout.models.operations import Norm
 from dtlayout.models.scores import read_scores
 from dtlayout.models.weight import Weight
@@ -27,7 +28,7 @@ FAMILY = "transformers"
 """Family of the models that were traced."""
 MARK = "dtlayout_trace"
 """Key by which a trace's file is known; its value is the version of the format."""
-VERSION = 3
+VERSION = 4
 _OPERATIONS = {kind.__name__: kind for kind in get_args(Operation)}
 
 
@@ -107,7 +108,8 @@ def _read(table: Mapping[str, Any]) -> Description:
 def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """A dataclass of values from JSON, in which tuples are lists."""
     made = {key: _to_tuple(value) for key, value in values.items()}
-    return kind(**made | ({"scores": read_scores(made["scores"])} if "scores" in made else {}))
+    readers = {"scores": read_scores, **dict.fromkeys(("kept", "in_forward", "in_backward"), TokenElements._make)}
+    return kind(**made | {key: read(made[key]) for key, read in readers.items() if key in made})
 
 
 def _to_tuple(value: Any) -> Any:
@@ -174,6 +176,13 @@ def find_changed_sizes(model: ModelShape) -> list[str]:
 def find_whole(model: ModelShape) -> Mapping[str, str]:
     """Axis → reason why the trainer cannot split a model over it; empty for one that was not traced."""
     return read_trace(model.trace).whole if model.family == FAMILY else {}
+
+
+def find_state(model: ModelShape) -> str:
+    """The first module of a model's blocks that carries a state along the sequence; empty where none does."""
+    if model.family != FAMILY or not model.trace:
+        return ""
+    return next((each.module for kind in read_trace(model.trace).kinds for each in kind.mixers), "")
 
 
 def find_stored_name(model: ModelShape, name: str) -> str:

@@ -6,8 +6,9 @@ result, follows how tp splits it: what opens a branch is split by outputs, what 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Operation
+from dtlayout.models.mixer import Mixer
 from dtlayout.models.operations import (
     ATTENDED,
     Activation,
@@ -41,6 +43,8 @@ _VIEWS = {
 }  # fmt: skip
 """Functions whose results hold elements of their inputs. Copies among them cost a pass that is left out."""
 _NORMS = {"rsqrt", "layer_norm", "rms_norm"}
+_MEAN_SQUARE = {"pow", "mean"}
+"""Functions of an RMSNorm without rsqrt."""
 _SUMS = {"add", "iadd", "radd"}
 _ATTENTION = "scaled_dot_product_attention"
 _MATMULS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "rmatmul"}
@@ -59,6 +63,8 @@ class Value(NamedTuple):
     """True if it is a matmul of queries and keys, and has a row for each token."""
     of_scores: tuple["Value", ...] = ()
     """Queries and keys of such scores."""
+    mixer: str = ""
+    """Module whose state along the sequence made it; empty where no module did."""
 
 
 class _Branches(NamedTuple):
@@ -73,21 +79,55 @@ def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
     """The operations of a block, with a reason for each thing that tp cannot split; InvalidConfig where a parameter is
     used in a way that nobody knows.
 
-    A matrix that holds gate and up, or queries, keys and values, becomes an operation for each of them.
+    A matrix that holds gate and up, or queries, keys and values, becomes an operation for each of them. A module with a
+    state along the sequence is found by parameters that neither a matmul nor a norm reads.
     """
-    reader = _Reader(record, block)
-    operations = reader.read()
+    mixers = list[str]()
+    while True:
+        reader = _Reader(record, block, mixers=mixers)
+        try:
+            operations = reader.read()
+            break
+        except _UnknownUse as error:
+            attending = [call.module for call in record.calls if call.function == _ATTENTION]
+            owner = find_mixer(error.parameter, attending)
+            if not owner or owner in mixers:
+                raise
+            mixers.append(owner)
     if reader.joined:
-        reader = _Reader(record, block, reader.joined)
+        reader = _Reader(record, block, reader.joined, mixers)
         operations = reader.read()
     return _Branches(operations, tuple(dict.fromkeys(reader.problems)), tuple(reader.sequence_problems))
 
 
+class _UnknownUse(InvalidConfig):
+    """A parameter is used in a way that nobody knows."""
+
+    def __init__(self, parameter: str, problem: str):
+        super().__init__(f"{parameter} {problem}")
+        self.parameter = parameter
+
+
+def find_mixer(parameter: str, attending: Collection[str]) -> str:
+    """The outermost module of a block that has a parameter and in which no module attends; empty if there is none.
+
+    >>> find_mixer("mamba.conv1d.weight", ["self_attn"]), find_mixer("self_attn.conv.weight", ["self_attn"])
+    ('mamba', 'self_attn.conv')
+    """
+    parts = parameter.split(".")[:-1]
+    owners = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next((each for each in owners if not any(f"{name}.".startswith(f"{each}.") for name in attending)), "")
+
+
 class _Reader:
     def __init__(
-        self, record: BlockRecord, block: nn.Module, cut: Mapping[str, Sequence[Range]] = MappingProxyType({})
+        self,
+        record: BlockRecord,
+        block: nn.Module,
+        cut: Mapping[str, Sequence[Range]] = MappingProxyType({}),
+        mixers: Sequence[str] = (),
     ):
-        self.record, self.block, self.cut = record, block, cut
+        self.record, self.block, self.cut, self.mixers = record, block, cut, mixers
         self.joined = dict[str, Sequence[Range]]()
         """Matmul → its pieces, of those that an operation for each piece would let tp split."""
         self.parameters = dict(record.parameters)
@@ -110,7 +150,9 @@ class _Reader:
         self.norms = {
             name
             for name, functions in by_module.items()
-            if functions & _NORMS and not list(block.get_submodule(name).children()) and name
+            if (functions & _NORMS or functions >= _MEAN_SQUARE)
+            and not list(block.get_submodule(name).children())
+            and name
         }
 
     def read(self) -> tuple[Operation, ...]:
@@ -135,6 +177,8 @@ class _Reader:
 
     def _read_call(self, call: Call) -> None:
         if call.function == "setitem":  # which fills a tensor that another call has made of the same sources
+            if (owner := self._find_owner(call.module)) and (filled := self._join_values(call, owner)):
+                self.values[call.reads[0]] = filled
             return
         if call.function == "linear":
             self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
@@ -161,8 +205,14 @@ class _Reader:
             if not isinstance(self.block.get_submodule(parameters[0].rpartition(".")[0]), nn.Linear):
                 self.problems.append(f"{parameters[0]} is multiplied without a module of its own")
             return
+        if owner := self._find_owner(call.module):
+            if len(known) == 1 and call.function in _VIEWS:
+                self.values |= dict.fromkeys(call.makes, known[0])
+            elif made := self._join_values(call, owner):
+                self.values |= dict.fromkeys(call.makes, made)
+            return
         if any(len(self.record.shapes[each]) > 1 for each in call.reads if each in self.parameters):
-            raise InvalidConfig(f"{parameters[0]} is read by {call.function}, which no plan knows")
+            raise _UnknownUse(parameters[0], f"is read by {call.function}, which no plan knows")
         if not known:
             return
         if call.function in _MATMULS and len(known) == 2:
@@ -178,9 +228,50 @@ class _Reader:
         if call.function in ("mul", "rmul", "view_as_complex") and tables and not rotated[0]:
             rotated = self._count_heads(call.makes[0])
         scores = next((each for each in known if each.is_scores), None)
-        made = Value(sources, passes, rotated, scores is not None, scores.of_scores if scores else ())
+        mixer = next((each.mixer for each in known if each.mixer), "")
+        made = Value(sources, passes, rotated, scores is not None, scores.of_scores if scores else (), mixer)
         for each in call.makes:
             self.values[each] = self._find_piece(each, sources) or made
+
+    # States
+
+    def _find_owner(self, module: str) -> str:
+        """The module with a state that another one lies in; empty if in none."""
+        return next((each for each in self.mixers if f"{module}.".startswith(f"{each}.")), "")
+
+    def _join_values(self, call: Call, mixer: str) -> Value | None:
+        """A value that a state makes of all that a call reads; None where nothing of it comes from hidden states."""
+        known = [self.values[each] for each in call.reads if each in self.values]
+        if not known:
+            return None
+        sources = tuple(dict.fromkeys(name for each in known for name in each.sources))
+        return Value(sources, max(each.passes for each in known) + 1, mixer=mixer)
+
+    def _mix(self, value: Value, width: int) -> str:
+        """The tensor of a tape that a state has made; the state becomes an operation, with all parameters of its module
+        that no matmul and no norm reads."""
+        number = sum(isinstance(each, Mixer) and each.module == value.mixer for each in self.operations)
+        made = f"{value.mixer}.mixed" + f"{number}" * bool(number)
+        rest = () if number else self._list_unread(value.mixer)
+        widths = {each.module: each.width for each in self.operations if isinstance(each, Norm)}
+        widths |= {each.makes: each.width for each in self.operations if isinstance(each, Mixer)}
+        widths |= {name: each.outputs for name, each in self.linears.items()}
+        reads = tuple((name, widths.get(name, self.hidden_size)) for name in value.sources)
+        self.operations.append(Mixer(value.mixer, made, reads, width, rest))
+        self.used.update(name for name, _ in rest)
+        for name in value.sources:
+            self.consumers.setdefault(name, set()).add("state")
+        return made
+
+    def _list_unread(self, module: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of a module's parameters that neither a linear layer nor a norm has."""
+        own = {f"{module}.{name}": each for name, each in self.block.get_submodule(module).named_parameters()}
+        multiplying = {call.module for call in self.record.calls if call.function == "linear"}
+        return tuple(
+            (name, tuple(each.shape))
+            for name, each in own.items()
+            if name.rpartition(".")[0] not in self.norms and name.rpartition(".")[0] not in multiplying
+        )
 
     def _find_piece(self, tensor: int, sources: Sequence[str]) -> Value | None:
         """A view of one piece of a matmul that is cut; None for other tensors."""
@@ -191,6 +282,10 @@ class _Reader:
                 if shown and piece.holds(shown):
                     return Value((name,))
         return None
+
+    def _count_width(self, tensor: int | None) -> int:
+        """Elements of a token of a tensor; those of the stream where there is none."""
+        return self.hidden_size if tensor is None else self.record.count(tensor) // self.record.num_tokens
 
     def _count_heads(self, tensor: int) -> tuple[int, int]:
         """Heads and width of a tensor with a width for each head of each token."""
@@ -239,6 +334,8 @@ class _Reader:
         name = self.parameters.get(weight)
         if name is None:
             raise InvalidConfig(f"{call.module} multiplies by what is no parameter of its block")
+        if not name.endswith(".weight"):
+            raise _UnknownUse(name, "is multiplied by, and is no linear layer's")
         module, inputs = name.removesuffix(".weight"), self.record.shapes[entered][-1]
         outputs = self.record.shapes[call.makes[0]][-1]
         owner = self.block.get_submodule(module)
@@ -265,6 +362,8 @@ class _Reader:
         self, value: Value, width: int, reader: str, entered: int | None = None, *, is_norm: bool = False
     ) -> str:
         """The tensor of a tape that an operation reads; the passes that make it, as `entered`, become operations."""
+        if value.mixer:
+            return self._mix(value, width)
         opened = [name for name in value.sources if name in self.linears]
         if not value.passes and value.sources == (HIDDEN,) and not is_norm:
             branch = Branch(reader.rpartition(".")[0], self.hidden_size)
@@ -340,6 +439,10 @@ class _Reader:
 
     def _attend(self, call: Call, queries: Value, keys: Value, values: Value, tensors: Sequence[int]) -> None:
         asked = self.record.attention.get(call.makes[0], {})
+        queries, keys, values = (
+            Value((self._mix(each, self._count_width(tensor)),), rotated=each.rotated) if each.mixer else each
+            for each, tensor in zip_longest((queries, keys, values), tensors)
+        )
         if any(not each.sources for each in (queries, keys, values)):
             raise InvalidConfig(f"attention of {call.module} reads what does not come from hidden states")
         made, num_heads, head_width = self._measure(call, queries, tensors)
@@ -472,6 +575,8 @@ class _Reader:
 
     def _add(self, call: Call, branch: Value, stream: Value) -> None:
         """A branch, or the sum of several, is added to the stream."""
+        if branch.mixer:
+            branch = Value((self._mix(branch, self.record.shapes[call.makes[0]][-1]),))
         names = list(branch.sources)
         if HIDDEN in names:
             names.remove(HIDDEN)
@@ -497,7 +602,7 @@ class _Reader:
         rest = [(name, tuple(each.shape)) for name, each in self.block.named_parameters() if name not in self.used]
         unread = [name for name, shape in rest if len(shape) > 1]
         if unread:
-            raise InvalidConfig(f"{unread[0]} is a matrix that its block does not multiply by as a linear layer does")
+            raise _UnknownUse(unread[0], "is a matrix that its block does not multiply by as a linear layer does")
         if rest:
             self.problems += [f"{name} belongs to no norm and no linear layer" for name, _ in rest]
             self.operations.append(Elementwise(HIDDEN, HIDDEN, 0, parameters=tuple(rest)))

@@ -123,7 +123,7 @@ class Recorder(TorchFunctionMode):
                     module.register_forward_hook(lambda _, __, ___: self._leave()),
                 ]
             for name, module in block.named_modules():
-                if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+                if _is_stack(module):
                     module.forward = partial(self._note_experts, name)
             self._hooks += [
                 block.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -208,6 +208,15 @@ def list_tensors(value: Any) -> Iterator[Tensor]:
             yield from list_tensors(each)
     elif isinstance(value, dict):
         yield from list_tensors(list(value.values()))
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """True for a module with matrices of several experts, each of whose parameters has a part for each of them."""
+    shapes = [each.shape for each in module.parameters(recurse=False)]
+    has_inner = any(True for child in module.children() for _ in child.parameters())
+    if isinstance(module, nn.Conv1d) or has_inner or not any(len(shape) == 3 for shape in shapes):
+        return False
+    return len({shape[0] for shape in shapes}) == 1
 
 
 def _list_values(value: Any, kind: Any) -> Iterator[Any]:

@@ -8,33 +8,25 @@ Legend: B batch, H query heads, S sequence.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.formatting import first_line
 from dtlayout.models.description import Description, Operation
 from dtlayout.models.operations import Activation, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.scores import NONE, ScoreBytes, SequenceScores
 from dtlayout.models.tape import PLAIN, join
-from dtlayout.tracing.attention import NAME, bind_kernel, register
+from dtlayout.tracing.block_runs import BlockRunner, BlockRuns, find_key, list_saved
 from dtlayout.tracing.record import list_tensors
-from dtlayout.tracing.shell import replace as put
 
-_KERNEL = "sdpa-flash"
-"""The kernel of plain attention, which keeps no scores; it runs on fake tensors of the CPU."""
 _FEWEST = 31
 """Tokens of the shortest sequence that is run."""
-_FORMATS = (torch.bfloat16, torch.float32)
 _MATMULS = ("bmm", "baddbmm", "mm", "addmm", "matmul", "einsum")
 _PRODUCTS = "bmm"
 
@@ -90,7 +82,7 @@ class ScoreWatch(TorchDispatchMode):
         for each in made:
             self._meet(each)
         read = [each for each in list_tensors((args, kwargs or {})) if self.count_pairs(each)]
-        shows = made and {_key(each) for each in made} <= {_key(each) for each in read}
+        shows = made and {find_key(each) for each in made} <= {find_key(each) for each in read}
         name = func._schema.name.rpartition("::")[2].strip("_")
         if name in _MATMULS:
             for each in made:
@@ -118,26 +110,6 @@ class ScoreWatch(TorchDispatchMode):
             self.most = self.held.now
 
 
-def _key(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())
-
-
-def list_saved(result: Tensor) -> Iterator[Tensor]:
-    """Tensors that backward of `result` reads, each memory once."""
-    seen, storages, left = set[Any](), set[int](), [result.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        left += [each for each, _ in node.next_functions]
-        named = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        for each in list_tensors([*named, *getattr(node, "saved_tensors", ())]):
-            if _key(each) not in storages:
-                storages.add(_key(each))
-                yield each
-
-
 class MeasuredBlock(NamedTuple):
     """Bytes of a block in training, as measured."""
 
@@ -146,49 +118,28 @@ class MeasuredBlock(NamedTuple):
     """Bytes of a token in other tensors that it keeps for backward."""
 
 
-class _Measurement:
-    """Bytes of each block of a model, in one run.
-
-    A block's backward runs when the next one begins: by then nobody holds what the block returned beside hidden states.
-    """
+class _Measurement(BlockRuns):
+    """Bytes of each block of a model, in one run."""
 
     def __init__(self, seq_len: int, num_heads: int):
         self.watch, self.found = ScoreWatch(seq_len, num_heads), list[MeasuredBlock]()
-        self._before = (0, 0)
+        super().__init__(self.watch)
+        self._before, self._held = (0, 0), (0, 0)
         self._masks, self._shared = set[int](), set[int]()
-        self._left: Tensor | None = None
 
-    @contextmanager
-    def around(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, each block that runs is measured."""
-        hooks = [each.register_forward_pre_hook(self._begin, with_kwargs=True) for each in blocks]
-        hooks += [each.register_forward_hook(self._end) for each in blocks]
-        try:
-            yield
-        finally:
-            for each in hooks:
-                each.remove()
-
-    def _begin(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Cut the block off what came before it, whose backward runs first."""
-        self.finish()
-        hidden = next(list_tensors((inputs, named.get("hidden_states"), named)))
-        entered = hidden.detach().requires_grad_()
+    def enter(self, block: nn.Module, hidden: Tensor, beside: Sequence[Tensor]) -> None:
+        """Note scores and masks that there are, and the memory of weights and of arguments."""
         self._before = self.watch.held.now
         self._masks = {*self.watch.known}
-        beside = [each for each in list_tensors([*inputs, *named.values()]) if each is not hidden]
-        self._shared = {_key(each) for each in (*block.parameters(), *block.buffers(), *beside)}
+        self._shared = {find_key(each) for each in (*block.parameters(), *block.buffers(), *beside)}
         self.watch.restart()
-        given = tuple(entered if each is hidden else each for each in inputs)
-        return given, {name: entered if each is hidden else each for name, each in named.items()}
 
-    def _end(self, _: nn.Module, __: Any, result: Any) -> Any:
-        """Note what forward held, and give back hidden states alone."""
+    def leave(self, left: Tensor) -> None:
+        """Note what forward held, and what it keeps."""
         watch, heads = self.watch, self.watch.num_heads
-        left = self._left = next(list_tensors(result))
         kept, keeps_mask, others = _Held(), False, 0
         for each in list_saved(left):
-            key, nbytes = _key(each), each.untyped_storage().nbytes()
+            key, nbytes = find_key(each), each.untyped_storage().nbytes()
             if pairs := watch.count_pairs(each):
                 keeps_mask = keeps_mask or key in self._masks
                 if key in watch.known and key not in self._masks:
@@ -207,21 +158,19 @@ class _Measurement:
             keeps_mask=keeps_mask,
         )
         self.found.append(MeasuredBlock(scores, others / watch.seq_len))
-        return (left, *[None for _ in result[1:]]) if isinstance(result, tuple) else left
 
-    def finish(self) -> None:
-        """Run the backward of the block that ran last, and note what it held."""
-        if self._left is None:
-            return
+    def begin_backward(self) -> None:
+        """Forget what forward held."""
+        self.watch.restart()
+        self._held = self.watch.held.now
+
+    def end_backward(self) -> None:
+        """Note what backward held."""
         watch, heads, (scores, others) = self.watch, self.watch.num_heads, self.found[-1]
-        watch.restart()
-        held = watch.held.now
-        torch.autograd.backward(self._left, torch.empty_like(self._left))
-        self._left = None
         scores = scores._replace(
-            in_backward=max(0, watch.most[0] - held[0]) / heads,
+            in_backward=max(0, watch.most[0] - self._held[0]) / heads,
             moved_backward=watch.moved.of_heads / heads,
-            pair_in_backward=max(0, watch.most[1] - held[1]),
+            pair_in_backward=max(0, watch.most[1] - self._held[1]),
         )
         self.found[-1] = MeasuredBlock(scores, others)
 
@@ -229,47 +178,26 @@ class _Measurement:
 class ScoreMeter:
     """Runs of a model on fake tensors that measure its blocks' attention."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks_name: str,
-        fake: FakeTensorMode | None,
-        inputs: Mapping[str, Tensor] | None = None,
-    ):
-        """`model` has run in `fake`; `inputs` as for `record.record`. Its list of blocks is cut short."""
-        assert fake is not None, "the model has run"
-        self.model, self.fake, self.inputs = model, fake, inputs
-        self.blocks_name = blocks_name
-        config = getattr(model, "config", None)
+    def __init__(self, runner: BlockRunner):
+        self.runner = runner
+        config = getattr(runner.model, "config", None)
         self.longest = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-        self.asks = inputs is None and getattr(model, "_supports_attention_backend", False)
-        if self.asks:
-            register()
-            model.config._attn_implementation = NAME  # type: ignore[union-attr]
-            for block in self.blocks:
-                bind_kernel(block, _KERNEL)
         self.caps_logits = False
         """True if a run has found a softcap of logits."""
-        self.sizes = {size for each in model.parameters() for size in each.shape}
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The model's blocks."""
-        return list(self.model.get_submodule(self.blocks_name).children())
+        self.sizes = {size for each in runner.model.parameters() for size in each.shape}
 
     def measure(self, kinds: Sequence[Description], numbers: Sequence[int]) -> tuple[Description, ...]:
         """The kinds of a model's blocks with what their attention holds, and with a head that says whether it caps.
 
         `numbers` are the kinds of the blocks. InvalidConfig if the model does not run.
         """
-        last = max(numbers.index(kind) for kind in range(len(kinds)))
-        put(self.model, self.blocks_name, nn.ModuleList(self.blocks[: last + 1]))
         bounds = [0, *sorted({each.attention.window for each in kinds if each.attention.window}), self.longest]
         lengths = {above: self._find_length(above, most) for above, most in pairwise(bounds)}
-        dtype = next(self.model.parameters()).dtype
+        num_heads = max(each.attention.num_heads for each in kinds) or 1
+        vocabulary = kinds[0].head.shape[0]
         runs = {
-            each: {above: self._run(length, kinds[0], each) for above, length in lengths.items() if length}
-            for each in ((dtype,) if dtype is _FORMATS[1] else _FORMATS)
+            each: {above: self._run(length, num_heads, vocabulary, each) for above, length in lengths.items() if length}
+            for each in self.runner.formats
         }
         return tuple(
             self._complete(described, [*runs.values()], numbers.index(kind)) for kind, described in enumerate(kinds)
@@ -288,8 +216,9 @@ class ScoreMeter:
             scores = []
         first = next(iter(half.values()), ())
         more = 0
-        # The trainer puts modules of its own in the places of such norms, and a trace one in the place of experts.
-        is_own = not any(map(_is_replaced, described.block))
+        # The trainer puts modules of its own in the places of such norms, and a trace one in the place of experts; what
+        # a state keeps does not grow with so few tokens.
+        is_own = not any(map(_is_replaced, described.block)) and not described.mixers
         if first and is_own:
             more = count_more(described, first[number], 2 if len(runs) > 1 else 4)
         block = [_take_away(each, more) for each in described.block]
@@ -299,16 +228,6 @@ class ScoreMeter:
             ]
         block = [replace(each, scores=tuple(scores)) if isinstance(each, SelfAttention) else each for each in block]
         return replace(described, block=tuple(block), caps_logits=self.caps_logits)
-
-    def _put_weights(self, dtype: torch.dtype) -> None:
-        """Give the model weights of a number format; tables, such as rotary frequencies, keep theirs."""
-        made = dict[int, nn.Parameter]()
-        with self.fake:
-            for module in self.model.modules():
-                for name, own in module._parameters.items():
-                    if own is not None and own.is_floating_point():
-                        new = made.setdefault(id(own), nn.Parameter(torch.empty(own.shape, dtype=dtype)))
-                        module._parameters[name] = new
 
     def _find_length(self, above: int, most: int) -> int:
         """A prime number of tokens, more than `above` and not more than `most`; 0 where there is none.
@@ -322,30 +241,11 @@ class ScoreMeter:
         )
         return next(fits, 0)
 
-    def _run(self, length: int, described: Description, dtype: torch.dtype) -> list[MeasuredBlock]:
-        measurement = _Measurement(length, described.attention.num_heads)
-        self._put_weights(dtype)
-        self.model.train(self.inputs is None)  # a module of one's own may have dropout
-        with self.fake:
-            if self.inputs is None:
-                named: dict[str, Any] = {"input_ids": torch.zeros(1, length, dtype=torch.long), "use_cache": False}
-                if self.asks:
-                    named["attention_mask"] = torch.ones(1, length, dtype=torch.long)
-            else:
-                first = next(iter(self.inputs.values()))
-                named = {
-                    name: torch.zeros(tuple(length if n == first.shape[1] else n for n in each.shape), dtype=each.dtype)
-                    for name, each in self.inputs.items()
-                }
-        try:
-            with measurement.around(self.blocks), self.fake, measurement.watch, torch.enable_grad():
-                result = self.model(**named)
-                size = length * described.head.shape[0]
-                saved = (each for left in list_tensors(result) if left.grad_fn for each in list_saved(left))
-                self.caps_logits = any(each.numel() == size for each in saved)
-                measurement.finish()
-        except Exception as error:  # whatever a model's own code raises
-            raise InvalidConfig(f"its training fails: {first_line(error)}") from None
+    def _run(self, length: int, num_heads: int, vocabulary: int, dtype: torch.dtype) -> list[MeasuredBlock]:
+        measurement = _Measurement(length, num_heads)
+        with self.runner.run(length, dtype, measurement) as result:
+            saved = (each for left in list_tensors(result) if left.grad_fn for each in list_saved(left))
+            self.caps_logits = any(each.numel() == length * vocabulary for each in saved)
         return measurement.found
 
 
@@ -358,16 +258,21 @@ def count_more(described: Description, found: MeasuredBlock, element_bytes: int)
 
     Less than a hundredth of all, such as a number more for each row of a norm, counts as none.
     """
-    attention, options = described.attention, PLAIN._replace(casts_norms=element_bytes < 4)
-    sizes = {"compute": element_bytes, "cast": element_bytes, "exact": 4, "index": 8}
-    tape = join(entry for operation in described.block for entry in operation.record(options))
-    said = sum(sizes[each.format] * each.width for entry in tape for each in entry.saves)
+    attention, said = described.attention, count_said(described, element_bytes)
     if found.scores.repeats_heads:
         said += element_bytes * (2 * attention.query_width + attention.output_width - attention.input_width)
     if not found.scores.are_in_memory:
         said += 4 * attention.num_heads  # a number for each row
     more = round((found.others - said) / element_bytes)
     return more if abs(more) * element_bytes > 0.01 * said else 0
+
+
+def count_said(described: Description, element_bytes: int) -> float:
+    """Bytes of a token that the operations of a block say that they keep; no kernel's rows of attention."""
+    sizes = {"compute": element_bytes, "cast": element_bytes, "exact": 4, "index": 8}
+    options = PLAIN._replace(casts_norms=element_bytes < 4)
+    tape = join(entry for operation in described.block for entry in operation.record(options))
+    return sum(sizes[each.format] * each.width for entry in tape for each in entry.saves)
 
 
 def _take_away(operation: Operation, more: int) -> Operation:

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
 from dtlayout.base.formatting import find_version, first_line
-from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, Description, Operation
+from dtlayout.models.description import EMBEDDING, FINAL_NORM, HEAD, NO_ATTENTION, Description, Operation
 from dtlayout.models.operations import Linear, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY, Divided, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
+from dtlayout.tracing.block_runs import BlockRunner
 from dtlayout.tracing.building import build_model, without_dropout
 from dtlayout.tracing.causality import find_acausal
 from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
@@ -37,6 +38,7 @@ from dtlayout.tracing.recognize import recognize
 from dtlayout.tracing.record import BlockRecord, Recorder, record
 from dtlayout.tracing.scores import ScoreMeter
 from dtlayout.tracing.split import Rehearsal, Split, find_split
+from dtlayout.tracing.states import measure_states
 
 ATTENTION = "dtlayout-trace"
 """Name by which transformers knows the attention that a trace records."""
@@ -58,6 +60,7 @@ def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
 def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
     parsed = parse_config(config)
     model, recorder = build(parsed, dtype), Recorder()
+    number = _count_parameters(model)
     try:
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
@@ -70,8 +73,9 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, parsed=parsed)
         if reason := find_acausal(own, trace.shape.block_kinds):
             raise InvalidConfig(reason)
-        kinds = ScoreMeter(model, blocks_name, recorder.fake).measure(trace.kinds, trace.shape.block_kinds)
-        return replace(trace, kinds=kinds, config=own, library=find_version("transformers"))
+        _check_parameters(trace, number)
+        trace = _measure(trace, BlockRunner(model, blocks_name, recorder.fake))
+        return replace(trace, config=own, library=find_version("transformers"))
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
 
@@ -95,11 +99,19 @@ def describe_module(
         records = record(model, blocks, recorder, example_inputs)
         recorder.release()
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, is_tied=is_tied)
-        meter = ScoreMeter(model, blocks_name, recorder.fake, example_inputs)
-        trace = replace(trace, kinds=meter.measure(trace.kinds, trace.shape.block_kinds))
+        _check_parameters(trace, _count_parameters(module))
+        trace = _measure(trace, BlockRunner(model, blocks_name, recorder.fake, example_inputs))
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
+
+
+def _measure(trace: Trace, runner: BlockRunner) -> Trace:
+    """A trace with what attention and states of its blocks compute and hold in training; its model is cut short."""
+    numbers = trace.shape.block_kinds
+    runner.shorten(1 + max(numbers.index(kind) for kind in range(len(trace.kinds))))
+    kinds = ScoreMeter(runner).measure(trace.kinds, numbers)
+    return replace(trace, kinds=measure_states(runner, kinds, numbers))
 
 
 def build(parsed: Any, dtype: torch.dtype) -> nn.Module:
@@ -208,6 +220,11 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     beside = [other for other, _ in lists if not other.startswith(name) and sizes[other] > sizes[name] / 100]
     if beside:
         raise InvalidConfig(f"it has two lists of blocks, {name} and {beside[0]}")
+    owners = dict[int, int]()
+    for number, block in enumerate(blocks):
+        for own, parameter in block.named_parameters():
+            if (owner := owners.setdefault(id(parameter), number)) != number:
+                raise InvalidConfig(f"its blocks {owner} and {number} share {own}")
     return name, list(blocks)
 
 
@@ -255,7 +272,10 @@ def _describe(
     shape = _find_shape(described, numbers, hidden_size, name, is_tied=sides.is_tied or is_tied)
     on_disk = {ours: _name_on_disk(model, own) for ours, own in sides.names.items()}
     own = {ours: name for ours, name in on_disk.items() if ours != name}
-    reasons = {"tp": problems, "sequence_parallel": of_sequence}
+    states = [f"{each.module} carries a state along the sequence" for kind in described for each in kind.mixers]
+    reasons = {
+        "tp": states + problems, "sequence_parallel": of_sequence, **dict.fromkeys(("cp", "document_mask"), states),
+    }  # fmt: skip
     whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
     if parsed is None:
         whole["training"] = "it is a module of one's own, which train.py does not build"
@@ -274,6 +294,21 @@ def _describe(
         names=own,
         divided=tuple(each for _, each in kinds),
     )
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """Elements of all parameters, each counted once, before it is given memory."""
+    return sum({id(each): each.numel() for each in model.parameters()}.values())
+
+
+def _check_parameters(trace: Trace, number: int) -> None:
+    """InvalidConfig if the operations of a trace do not have all parameters of its model, `number` elements."""
+    shape, first = trace.shape, trace.kinds[0]
+    ends = [*first.before_blocks, *first.after_blocks, *[first.head] * (not shape.tied_embeddings)]
+    traced = sum(each.numel for each in ends)
+    traced += sum(each.numel for kind in shape.block_kinds for each in trace.kinds[kind].block_weights)
+    if traced != number:
+        raise InvalidConfig(f"its blocks and ends are seen to read {traced:,} of its {number:,} parameters")
 
 
 def _split(
@@ -407,12 +442,19 @@ class _EndReader:
 def _find_shape(
     described: Sequence[Description], numbers: Sequence[int], hidden_size: int, name: str, *, is_tied: bool
 ) -> ModelShape:
-    """Sizes of a model whose most frequent kind of block is the one that they speak of."""
-    main = described[Counter(numbers).most_common(1)[0][0]]
-    attentions = [each for each in main.block if isinstance(each, SelfAttention)]
-    if len(attentions) != 1:
-        raise InvalidConfig(f"a block attends {len(attentions)} times; blocks with one attention can be planned")
-    attention, experts = attentions[0], main.experts
+    """Sizes of a model; they speak of the most frequent kind of block that attends, or of all where none does.
+
+    Such a model has one head, as wide as the model.
+    """
+    often = [described[kind] for kind, _ in Counter(numbers).most_common()]
+    for each in often:
+        times = sum(isinstance(operation, SelfAttention) for operation in each.block)
+        if times > 1 or (not times and not any(one.mixers for one in often)):
+            raise InvalidConfig(f"a block attends {times} times; blocks with one attention can be planned")
+    main = next((each for each in often if each.attention is not NO_ATTENTION), often[0])
+    attention, experts = main.attention, main.experts
+    if attention is NO_ATTENTION:
+        attention = SelfAttention(1, 1, hidden_size, hidden_size)
     inner, found = [size for kind in described for size in _list_inner(kind)], None
     if experts is not None:
         dense = next((i for i, each in enumerate(numbers) if described[each].experts is not None), 0)

@@ -158,6 +158,8 @@ def _size(tape: Sequence[TapeEntry], measures: Measures) -> Iterable[SizedEntry]
         reads, makes, saves = size(entry.reads), size(entry.makes), size(entry.saves)
         new, used = sum(reads.values()), sum(makes.values())
         work, forward_work, results = new, 0.0, makes
+        if entry.forward_scratch:
+            forward_work = sum(size(entry.forward_scratch).values())
         if entry.scratch is not None:
             work = sum([elements[each.format] * each.width / ranks[each.spread] for each in entry.scratch])
         if entry.kind == "attention" and entry.saves:
