@@ -291,7 +291,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     num_kept = 3 if features.fuses_swiglu else find_kernel(SwigluKernel, kernels.swiglu).num_kept
     held, sizes = constants.block_saved_bytes * h, format_sizes(scenario)._asdict()
     for entry in block_tape(model, TapeOptions(num_gated_kept=num_kept - 1, fullest=fullest_share(scenario, layout))):
-        own = [each for each in entry.saves if each.format != "exact"]
+        own = [each for each in entry.saves if each.format != "exact" or entry.kind == "mixer"]
         kept = sum([sizes[each.format] * each.width / ranks[each.spread] for each in own])
         read = entry.reads[0]
         held += kept + (beside[entry.kind] * read.width / ranks[read.spread] if entry.kind in beside else 0.0)

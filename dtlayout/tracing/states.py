@@ -1,7 +1,7 @@
 """States along the sequence: what they compute, move and hold, measured on fake tensors.
 
-A model's first blocks run forward and backward on sequences of two lengths, whose difference is what a token costs: a
-state's code works on chunks, and fills the last one up.
+A model's first blocks run forward and backward on sequences of several lengths, whose differences are what a token
+costs: a state's code works on chunks, and fills the last one up.
 """
 
 import weakref
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,16 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description
 from dtlayout.models.mixer import TokenElements
 from dtlayout.models.operations import Norm
+from dtlayout.models.scores import find_score_bytes
 from dtlayout.tracing.block_runs import BlockRunner, BlockRuns, find_key, list_saved
 from dtlayout.tracing.record import list_tensors
 from dtlayout.tracing.scores import count_said
 
-_LENGTHS = (256, 512)
-"""Tokens of the sequences; chunks of 64, 128 and 256 tokens divide them."""
-_TOLERANCE = 0.15
-"""Share of what a block keeps that may grow with the square of a sequence, such as decays between chunks."""
+_LENGTHS = (256, 512, 768)
+"""Tokens of the sequences; chunks of 64, 128 and 256 tokens divide them. The first has one chunk, and code may do with
+less memory then."""
+_TOLERANCE = 0.05
+"""Share by which a token of the longest sequence may keep more than one of the others."""
 
 
 class StateBytes(NamedTuple):
@@ -189,16 +192,29 @@ def _measure_tokens(
                 pass
         finally:
             measurement.release()
-        found.append(measurement.found)
-    for kind, first, second in zip(numbers, *found, strict=False):
-        if kinds[kind].mixers and second.kept > _LENGTHS[1] / _LENGTHS[0] * first.kept * (1 + _TOLERANCE):
+        found.append([
+            each._replace(kept=each.kept - _count_pairs(kinds[kind], length, dtype.itemsize))
+            for each, kind in zip(measurement.found, numbers, strict=False)
+        ])  # fmt: skip
+    shorter, longer = (
+        [
+            StateBytes(*((b - a) / (end - begin) for a, b in zip(before, after, strict=True)))
+            for before, after in zip(*pair, strict=True)
+        ]
+        for (begin, end), pair in zip(pairwise(_LENGTHS), pairwise(found), strict=True)
+    )
+    for kind, first, second in zip(numbers, shorter, longer, strict=False):
+        if kinds[kind].mixers and second.kept > (1 + _TOLERANCE) * first.kept:
             module = kinds[kind].mixers[0].module
-            raise InvalidConfig(f"{module} keeps more than its share of a longer sequence, as attention does")
-    more = _LENGTHS[1] - _LENGTHS[0]
-    return [
-        StateBytes(*((b - a) / more for a, b in zip(first, second, strict=True)))
-        for first, second in zip(*found, strict=True)
-    ]
+            raise InvalidConfig(f"a token of {module} keeps more in a longer sequence, as one of attention does")
+    return longer
+
+
+def _count_pairs(described: Description, seq_len: int, element_bytes: int) -> float:
+    """Bytes that attention of the block keeps for pairs of tokens."""
+    attention = described.attention
+    found = find_score_bytes(attention.scores, seq_len, element_bytes)
+    return seq_len**2 * (found.kept * attention.num_heads + found.pair_kept)
 
 
 def _complete(described: Description, half: StateBytes, single: StateBytes) -> Description:

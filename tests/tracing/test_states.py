@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from toys import make_config
@@ -22,7 +23,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.tracing.recognize import find_mixer
 from dtlayout.tracing.scores import count_said
 from dtlayout.tracing.states import _to_elements
-from dtlayout.tracing.trace import _check_parameters, trace_config
+from dtlayout.tracing.trace import _check_parameters, describe_module, trace_config
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 96, "intermediate_size": 80}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -45,6 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_chunk_size": 64,
     }),
     "lfm3": ("conv", SMALL | HEADS),
+    "bamba": ("mamba", SMALL | HEADS | {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 64,
+        "attn_layer_indices": [1],
+    }),
 }  # fmt: skip
 """Family → module that carries a state, and sizes."""
 SEQ_LEN = 512
@@ -115,7 +120,7 @@ def measure_block(family: str, number: int) -> tuple[float, float]:
     return (second - first) / SEQ_LEN, (more_flops - flops) / SEQ_LEN
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm3"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm3", "bamba"])
 def test_a_real_block_keeps_and_computes_what_its_trace_says(family, traces):
     trace = traces[family]
     number = next(i for i, kind in enumerate(trace.shape.block_kinds) if trace.kinds[kind].mixers)
@@ -206,3 +211,42 @@ def test_a_state_writes_one_entry_with_the_tensors_that_it_holds():
     assert [(each.format, each.width) for each in entry.saves] == [("compute", 6), ("exact", 2)]
     assert [each.width for each in entry.forward_scratch] == [1] and [each.width for each in entry.scratch] == [3]
     assert entry.moves == (10.0, 15.0) and entry.flops == 100 and entry.weights == ("m.A",)
+
+
+class Pairs(nn.Module):
+    """A convolution, and scores of all pairs of tokens without softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 4, groups=32, padding=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return torch.tanh(mixed @ x.transpose(1, 2)) @ x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(32), Pairs(), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.mix(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(50, 32), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, 50, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_scores_of_pairs_of_tokens_are_no_state(tmp_path):
+    with pytest.raises(InvalidConfig, match="a token of mix keeps more in a longer sequence, as one of attention does"):
+        describe_module(Model(), {"tokens": torch.zeros(1, 16, dtype=torch.long)}, tmp_path / "own.json")
