@@ -20,7 +20,7 @@ import torch
 from ranks import find_processes
 from tiny import ROOT
 
-TIME_LIMIT_S = 300
+TIME_LIMIT_S = 450
 """For one launch; a few seconds to half a minute is what it needs."""
 
 

@@ -39,7 +39,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """The results of `function(*args)` by rank; RankFailure if a rank raises, dies or is late."""
         if not self._processes:
             self._start()
