@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dtlayout.costmodel.attention import attention_s, flash_s, name_kept, score_traffic_s
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.operators import linear_s, matmul_s, pass_s
+from dtlayout.costmodel.operators import linear_s, matmul_s, pass_s, state_s
 from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
@@ -46,8 +46,6 @@ from dtlayout.spec.recompute import Recompute
 
 _MAXIMUM_BYTES = 4.0
 """A largest number in fp32."""
-_CHUNK = 64
-"""Tokens of the chunks in which code of a state multiplies, in most families; sums of its matmuls are as long."""
 _SUM_BYTES = 4.0
 """A sum of squares in fp32."""
 
@@ -68,7 +66,7 @@ class BlockTime(NamedTuple):
     attention_s: float = 0.0
     """Attention's part of forward."""
     elementwise_s: float = 0.0
-    """The part of norms, rotary embedding, activation function and permutations in forward."""
+    """The part of norms, rotary embedding, activation function, permutations and states in forward."""
     last_matmul_s: float = 0.0
     """The last matmul's part of forward."""
     forward_cp_s: float = 0.0
@@ -116,6 +114,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     ])  # fmt: skip
     traffic = elementwise_bytes(scenario, layout, kernels) + cast_bytes(scenario, layout, kernels)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
+    elementwise_s += tokens * sum([state_s(scenario, each) for each in describe(scenario.model).mixers])
     if num_norms := count_eager_norms(scenario, kernels, tape):
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
@@ -191,8 +190,6 @@ def _matmul_sizes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
             is_of_stream = read.spread == made.spread == "stream"
             rows = tokens / ranks_by_spread(layout)["stream"] if is_of_stream else tokens
             sizes.append(_Matmul(1, rows, outputs, inputs, frozen, entry.casts))
-        elif entry.kind == "mixer" and entry.flops:
-            sizes.append(_Matmul(1, tokens, entry.flops / (2 * _CHUNK), _CHUNK, 0.0, casts=False))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token

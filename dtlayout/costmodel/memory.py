@@ -20,6 +20,7 @@ from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.scenario import Scenario, count_state_shards, format_sizes, fullest_share, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.models.description import NO_ATTENTION
 from dtlayout.models.families import block_tape, describe
 from dtlayout.models.tape import TapeOptions
 from dtlayout.models.weight import Weight
@@ -305,6 +306,8 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Kept by attention for each token beside q, k, v and its output: per head a statistic, or a row of scores."""
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
+    if describe(model).attention is NO_ATTENTION:
+        return 0.0
     kernel = find_kernel(AttentionKernel, kernels.attention)
     saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
     if kernel.holds_scores:

@@ -1,8 +1,9 @@
-"""Seconds of one operator on the device: a pass over memory, a matmul."""
+"""Seconds of one operator on the device: a pass over memory, a matmul, the products of a state."""
 
 from math import inf
 
 from dtlayout.costmodel.scenario import Scenario, activation_size
+from dtlayout.models.mixer import Mixer
 
 
 def pass_s(scenario: Scenario, moved_bytes: float) -> float:
@@ -36,6 +37,17 @@ def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     flops = 2.0 * (m + fill) * (n + fill) * (k + fill * peak / gpu.peak_flops_per_s)
     moved_s = pass_s(scenario, activation_size(scenario) * m * n + fmt.held_bytes * (n * k + m * k))
     return max(flops / (peak * efficiency * constants.matmul_share), moved_s)
+
+
+def state_s(scenario: Scenario, state: Mixer) -> float:
+    """Seconds of a token in the matmuls and convolutions of a state, in forward: by their FLOPs in each format, or by
+    the bytes that they move. Its passes are no part of it."""
+    constants, gpu, size = scenario.engine.constants, scenario.cluster.gpu, activation_size(scenario)
+    efficiency = constants.matmul_efficiency * constants.matmul_share
+    exact_peak = gpu.peak_fp32_flops_per_s or gpu.peak_flops_per_s
+    flops_s = (state.flops / matrix_flops_per_s(scenario) + state.exact_flops / exact_peak) / efficiency
+    moved = state.product_moves[0] if size <= 2 else state.product_moves[1] * size / 4
+    return max(flops_s, pass_s(scenario, moved))
 
 
 def matrix_flops_per_s(scenario: Scenario) -> float:

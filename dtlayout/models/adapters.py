@@ -13,7 +13,8 @@ from typing import Literal
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, Operation
-from dtlayout.models.operations import Linear, Norm, SelfAttention
+from dtlayout.models.mixer import Mixer
+from dtlayout.models.operations import Elementwise, Linear, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import BlockTensor, TapeEntry, TapeOptions
 from dtlayout.models.weight import Weight
@@ -108,7 +109,7 @@ class RescaledLinear(Linear):
         return scale, matmul._replace(reads=(scaled,), continues=True), *closing
 
 
-_WITH_WEIGHTS = (Norm, Linear, RoutedExperts, SelfAttention)
+_WITH_WEIGHTS = (Norm, Linear, RoutedExperts, SelfAttention, Mixer, Elementwise)
 """Operations whose weights an adapter freezes."""
 
 

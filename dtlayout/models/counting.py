@@ -84,7 +84,9 @@ def count_head_flops_per_token(model: ModelShape) -> float:
 
 def count_mixing_flops_per_token(model: ModelShape, seq_len: int) -> float:
     """Forward FLOPs of one block for a token that mix tokens of a sequence: attention's, and those of its states."""
-    return count_attention_flops_per_token(model, seq_len) + sum(each.flops for each in describe(model).mixers)
+    return count_attention_flops_per_token(model, seq_len) + sum(
+        each.flops + each.exact_flops for each in describe(model).mixers
+    )
 
 
 def count_attention_flops_per_token(model: ModelShape, seq_len: int) -> float:

@@ -2,7 +2,7 @@
 
 State-space blocks (Mamba), linear attention (Gated DeltaNet, Lightning) and short convolutions carry a state of a fixed
 size from token to token. What they compute and hold grows with the tokens of a sequence, not with their square. It is
-torch's own operations that a trace measures (`tracing/mixers.py`); a kernel of another package moves and holds less.
+torch's own operations that a trace measures (`tracing/states.py`); a kernel of another package moves and holds less.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,17 @@ class Mixer(BaseOperation):
     """Elements of a token of its result."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of its parameters: a convolution's, the decay, vectors."""
+    trains: bool = True
+    """Whether these are trained."""
     flops: float = 0.0
-    """FLOPs of a token's matmuls and convolutions in forward; matmuls by a weight of the block are not among them."""
+    """FLOPs of a token's matmuls and convolutions in the compute format, in forward; matmuls by a weight of the block
+    are not among them."""
+    exact_flops: float = 0.0
+    """FLOPs of those in fp32."""
+    product_moves: tuple[float, float] = (0.0, 0.0)
+    """Bytes of a token that these read and write: in a format of two bytes, and in fp32."""
     moves: tuple[float, float] = (0.0, 0.0)
-    """Bytes of a token that forward's passes move: in a format of two bytes, and in fp32."""
+    """Bytes of a token that forward's other operations move, likewise."""
     kept: TokenElements = NOTHING
     """Elements of a token that it keeps for backward."""
     in_forward: TokenElements = NOTHING
@@ -55,7 +62,7 @@ class Mixer(BaseOperation):
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """Parameters, none of which multiplies tokens as a linear layer does."""
-        return tuple(Weight(name, shape, "ones", "vector") for name, shape in self.parameters)
+        return tuple(Weight(name, shape, "ones", "vector", trains=self.trains) for name, shape in self.parameters)
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One entry, whatever number of operations it is."""
@@ -66,7 +73,7 @@ class Mixer(BaseOperation):
             TapeEntry(
                 "mixer", reads, (made,), self._list("kept", self.kept), name_trained(self.weights),
                 scratch=self._list("backward", self.in_backward) or None,
-                forward_scratch=self._list("forward", self.in_forward), flops=self.flops, moves=moves,  # type: ignore[arg-type]
+                forward_scratch=self._list("forward", self.in_forward), moves=moves,  # type: ignore[arg-type]
             ),
         )  # fmt: skip
 

@@ -455,11 +455,13 @@ class Elementwise(BaseOperation):
     """Whether its backward reads its input."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of vectors that it reads."""
+    trains: bool = True
+    """Whether these are trained."""
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """The vectors."""
-        return tuple(Weight(name, shape, "ones", "vector") for name, shape in self.parameters)
+        return tuple(Weight(name, shape, "ones", "vector", trains=self.trains) for name, shape in self.parameters)
 
     def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
         """One entry; none for a pass without elements, which only says weights."""

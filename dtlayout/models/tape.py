@@ -90,8 +90,6 @@ class TapeEntry(NamedTuple):
     """Whether it belongs to the call that the entry before it begins, which holds its inputs until it returns."""
     saves_made: tuple[str, ...] = ()
     """Results of entries before it that it saves under a name of its own, as attention does with values."""
-    flops: float = 0.0
-    """FLOPs of a token in forward that are no matmul by a weight, of a mixer."""
     moves: tuple[float, float] = (0.0, 0.0)
     """Bytes that its forward moves for each element, where it is a model's own code: in a format of two bytes, and in
     fp32. Zeros where a kernel computes it."""

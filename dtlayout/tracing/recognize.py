@@ -47,6 +47,8 @@ _MEAN_SQUARE = {"pow", "mean"}
 """Functions of an RMSNorm without rsqrt."""
 _SUMS = {"add", "iadd", "radd"}
 _ATTENTION = "scaled_dot_product_attention"
+_MIXING = {"conv1d", "cumsum", "pad", "roll", "flip"}
+"""Functions by which tokens read others; a module with a state calls one at least."""
 _MATMULS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "rmatmul"}
 
 
@@ -91,7 +93,8 @@ def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
         except _UnknownUse as error:
             attending = [call.module for call in record.calls if call.function == _ATTENTION]
             owner = find_mixer(error.parameter, attending)
-            if not owner or owner in mixers:
+            inside = {call.function for call in record.calls if f"{call.module}.".startswith(f"{owner}.")}
+            if not owner or owner in mixers or not inside & _MIXING:
                 raise
             mixers.append(owner)
     if reader.joined:

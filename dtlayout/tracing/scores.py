@@ -218,7 +218,7 @@ class ScoreMeter:
         more = 0
         # The trainer puts modules of its own in the places of such norms, and a trace one in the place of experts; what
         # a state keeps does not grow with so few tokens.
-        is_own = not any(map(_is_replaced, described.block)) and not described.mixers
+        is_own = not any(map(is_replaced, described.block)) and not described.mixers
         if first and is_own:
             more = count_more(described, first[number], 2 if len(runs) > 1 else 4)
         block = [_take_away(each, more) for each in described.block]
@@ -284,6 +284,6 @@ def _take_away(operation: Operation, more: int) -> Operation:
     return operation
 
 
-def _is_replaced(operation: Operation) -> bool:
+def is_replaced(operation: Operation) -> bool:
     """True if the block that is trained, or traced, has another module than the family's."""
     return isinstance(operation, RoutedExperts) or (isinstance(operation, Norm) and operation.over_ranks)

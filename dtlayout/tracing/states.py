@@ -24,11 +24,15 @@ from dtlayout.models.operations import Norm
 from dtlayout.models.scores import find_score_bytes
 from dtlayout.tracing.block_runs import BlockRunner, BlockRuns, find_key, list_saved
 from dtlayout.tracing.record import list_tensors
-from dtlayout.tracing.scores import count_said
+from dtlayout.tracing.scores import count_said, is_replaced
 
 _LENGTHS = (256, 512, 768)
 """Tokens of the sequences; chunks of 64, 128 and 256 tokens divide them. The first has one chunk, and code may do with
 less memory then."""
+_FEW = (16, 32, 48)
+"""Tokens of the sequences where code goes from token to token: each costs the same, and many would take minutes."""
+_LOOPS = 1.3
+"""Times as many operators for twice the tokens that such code calls at least."""
 _TOLERANCE = 0.05
 """Share by which a token of the longest sequence may keep more than one of the others."""
 
@@ -37,7 +41,11 @@ class StateBytes(NamedTuple):
     """Work and memory of a block with a state, of one sequence or of a token."""
 
     flops: float = 0.0
-    """FLOPs of the state's matmuls and convolutions in forward."""
+    """FLOPs of the state's matmuls and convolutions in forward, but for those in fp32 where the model has bf16."""
+    exact_flops: float = 0.0
+    """FLOPs of those in fp32."""
+    product_moved: float = 0.0
+    """Bytes that these read and write."""
     moved: float = 0.0
     """Bytes that the state's other operations move in forward."""
     kept: float = 0.0
@@ -56,6 +64,7 @@ class _ByteWatch(TorchDispatchMode):
         self.held = self.most = 0
         self.known: dict[int, Any] = {}
         self.counts = False
+        self.num_calls = 0
         self.work: Counter[str] = Counter()
 
     def restart(self) -> int:
@@ -67,6 +76,7 @@ class _ByteWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # a question to a tensor
             return result
+        self.num_calls += 1
         made, read = list(list_tensors(result)), list(list_tensors((args, kwargs or {})))
         given = {find_key(each) for each in read}
         for each in made:
@@ -74,7 +84,9 @@ class _ByteWatch(TorchDispatchMode):
                 self._meet(each)
         if self.counts:
             if count := flop_registry.get(func._overloadpacket):
-                self.work["flops"] += count(*args, **(kwargs or {}), out_val=result)
+                word = "exact_flops" if made[0].dtype == torch.float32 else "flops"
+                self.work[word] += count(*args, **(kwargs or {}), out_val=result)
+                self.work["product_moved"] += sum(each.nbytes for each in (*read, *made))
             elif func._schema.is_mutable or not {find_key(each) for each in made} <= given:
                 self.work["moved"] += sum(each.nbytes for each in (*read, *made))
         return result
@@ -149,7 +161,8 @@ class _StateRuns(BlockRuns):
         saved = (each for each in list_saved(left) if find_key(each) not in self._shared)
         kept = sum(each.untyped_storage().nbytes() for each in saved)
         work = self.watch.work
-        self.found.append(StateBytes(work["flops"], work["moved"], kept, self._in_forward))
+        flops = work["flops"], work["exact_flops"], work["product_moved"], work["moved"]
+        self.found.append(StateBytes(*flops, kept, self._in_forward))
 
     def begin_backward(self) -> None:
         """Note what there is."""
@@ -185,13 +198,19 @@ def _measure_tokens(
     blocks = runner.blocks
     states = [tuple({each.module for each in kinds[kind].mixers}) for kind in numbers[: len(blocks)]]
     norms = frozenset(each.module for kind in kinds for each in kind.block if isinstance(each, Norm))
-    for length in _LENGTHS:
+
+    def run(length: int) -> _StateRuns:
         measurement = _StateRuns(blocks, states, norms)
         try:
             with runner.run(length, dtype, measurement):
-                pass
+                return measurement
         finally:
             measurement.release()
+
+    few, more = (run(length).watch.num_calls for length in _FEW[:2])
+    lengths = _FEW if more > _LOOPS * few else _LENGTHS
+    for length in lengths:
+        measurement = run(length)
         found.append([
             each._replace(kept=each.kept - _count_pairs(kinds[kind], length, dtype.itemsize))
             for each, kind in zip(measurement.found, numbers, strict=False)
@@ -201,7 +220,7 @@ def _measure_tokens(
             StateBytes(*((b - a) / (end - begin) for a, b in zip(before, after, strict=True)))
             for before, after in zip(*pair, strict=True)
         ]
-        for (begin, end), pair in zip(pairwise(_LENGTHS), pairwise(found), strict=True)
+        for (begin, end), pair in zip(pairwise(lengths), pairwise(found), strict=True)
     )
     for kind, first, second in zip(numbers, shorter, longer, strict=False):
         if kinds[kind].mixers and second.kept > (1 + _TOLERANCE) * first.kept:
@@ -218,12 +237,16 @@ def _count_pairs(described: Description, seq_len: int, element_bytes: int) -> fl
 
 
 def _complete(described: Description, half: StateBytes, single: StateBytes) -> Description:
-    """A kind of block whose first state has what the block needs beside its other operations."""
-    said = [count_said(described, size) for size in (2, 4)]
-    first = described.mixers[0]
+    """A kind of block whose largest state has what the block needs beside its other operations."""
+    # A trace has something else in the place of experts and of some norms, which keeps nothing.
+    own = replace(described, block=tuple(each for each in described.block if not is_replaced(each)))
+    said = [count_said(own, size) for size in (2, 4)]
+    first = max(described.mixers, key=lambda each: sum(width for _, width in each.reads))
     complete = replace(
         first,
         flops=half.flops,
+        exact_flops=half.exact_flops,
+        product_moves=(half.product_moved, single.product_moved),
         moves=(half.moved, single.moved),
         kept=_to_elements(half.kept - said[0], single.kept - said[1]),
         in_forward=_to_elements(half.in_forward, single.in_forward),
