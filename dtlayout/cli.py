@@ -25,6 +25,7 @@ STAGES = {
     },
     "Which layout?": {
         "recommend": "Find the fastest layouts of a model that fit on a cluster, with what stands against the others.",
+        "read": "Show how another program's script or config is understood, and write it as a config of ours.",
         "explain": "Show a layout's memory and time by component, what binds it and what would help.",
         "timeline": "Draw when each pipeline rank is predicted to do what, and where it waits.",
         "compare": "Show layouts side by side, and where their time and their memory differ.",

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -10,12 +11,15 @@ from typing import NamedTuple
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
 from dtlayout.commands.engine_options import add_engine, read_engine
+from dtlayout.commands.read import add_given
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
-from dtlayout.config.loading import load_formats, load_plan
+from dtlayout.config.loading import PLANNED_STEPS, load_formats, load_plan, override, parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
+from dtlayout.programs.reading import parse_given, read_program
+from dtlayout.programs.understood import Understood
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
@@ -33,14 +37,36 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     add_gpu(parser)
     add_world(parser)
     add_engine(parser)
+    add_given(parser)
 
 
 def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
-    config = load_plan(path, overrides)
+    if (found := read_program(path, parse_given(options.given))) is not None:
+        return _read_other(found, path, overrides, options)
+    return _make(load_plan(path, overrides), load_formats(path, overrides), options)
+
+
+def _read_other(found: Understood, path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
+    """The case of a file of another program, predicted for that program, and on as many GPUs as it starts."""
+    tables = deepcopy(found.tables)
+    override(tables, overrides)
+    tables.setdefault("train", {})["steps"] = PLANNED_STEPS
+    own = vars(options)
+    asked = argparse.Namespace(**own)
+    if asked.engine == OWN_ENGINE:
+        asked.engine = found.engine
+    said = {each.partition("=")[0] for each in asked.engine_set}
+    asked.engine_set = [*asked.engine_set, *(f"{k}={v}" for k, v in found.told.items() if k not in said)]
+    asked.world = asked.world or found.num_gpus or None
+    print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
+    return _make(parse_config(tables), dict(tables.get("precision", {})), asked)
+
+
+def _make(config: Config, formats: Mapping[str, str], options: argparse.Namespace) -> Case:
     gpu = choose_gpu(config, options.gpu)
     scenario = own_scenario(config, choose_world(config, options.world), gpu)
-    engine, precision = read_engine(options, gpu, load_formats(path, overrides))
+    engine, precision = read_engine(options, gpu, formats)
     scenario = replace(scenario, engine=engine)
     if engine.name != OWN_ENGINE:
         scenario = replace(scenario, precision=precision)

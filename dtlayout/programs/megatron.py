@@ -12,19 +12,19 @@ from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import SGD, AdamW, Muon
 from dtlayout.spec.recompute import Recompute
 
-_ATTENTION = {
+ATTENTION = {
     "sdpa-cudnn": "fused", "flash-attn": "flash", "fa3": "flash", "sdpa-flash": "flash", "sdpa-math": "unfused",
     "megatron-softmax": "unfused",
 }  # fmt: skip
 """Our kernel → --attention-backend: Transformer Engine calls cuDNN's attention fused."""
-_MATMULS = {
+MATMULS = {
     "fp8-tensorwise": ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
     "mxfp8": ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
     "nvfp4": ("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
 }
-_CONTEXT = {"ring": "p2p", "gather": "allgather", "all-to-all": "a2a"}
+CONTEXT = {"ring": "p2p", "gather": "allgather", "all-to-all": "a2a"}
 """Our method of attention over cp → --cp-comm-type."""
-_SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO stage → --data-parallel-sharding-strategy."""
 _BALANCE_LOSS = 0.01
 """Coefficient of the balance loss in published scripts."""
@@ -34,15 +34,15 @@ def write(job: Job) -> Arguments:
     """The script; InvalidConfig or InvalidLayout for a part that Megatron lacks, or that is not written here."""
     _check(job)
     recompute, gaps = _recompute(job)
-    backend, unknown = choose("kernels.attention", job.estimate.kernels.attention, _ATTENTION, "auto")
+    backend, unknown = choose("kernels.attention", job.estimate.kernels.attention, ATTENTION, "auto")
     matmuls = job.scenario.precision.matmuls
-    if job.scenario.precision.matmul_format and matmuls not in _MATMULS:
+    if job.scenario.precision.matmul_format and matmuls not in MATMULS:
         gaps.append(f"precision.matmuls={matmuls} is nothing that it has: bf16 is written instead")
     gaps += unknown + job.odd_state() + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
     groups = [
         _model(job), _latent_attention(job), _experts(job), _degrees(job), _data_parallel(job), recompute,
         _formats(job), _graphs(job),
-        _MATMULS.get(matmuls, ()), ["--attention-backend", backend], _training(job),
+        MATMULS.get(matmuls, ()), ["--attention-backend", backend], _training(job),
     ]  # fmt: skip
     lines = [line for group in groups for line in _one_an_option(group)]
     uses_fsdp = "--use-megatron-fsdp" in _data_parallel(job)
@@ -189,7 +189,7 @@ def _degrees(job: Job) -> list[str]:
         "--context-parallel-size", f"{layout.cp}", "--micro-batch-size", f"{layout.micro_batch}",
         "--global-batch-size", f"{job.scenario.batch.global_batch}",
     ]  # fmt: skip
-    options += ["--cp-comm-type", _CONTEXT[layout.cp_method]] * (layout.cp > 1)
+    options += ["--cp-comm-type", CONTEXT[layout.cp_method]] * (layout.cp > 1)
     if layout.virtual_stages > 1 and not job.scenario.engine.features.overlap_pp:
         options.append("--no-overlap-p2p-communication")
     options += ["--sequence-parallel"] * layout.shards_sequence + ["--tp-comm-overlap"] * layout.overlaps_tp
@@ -208,7 +208,7 @@ def _data_parallel(job: Job) -> list[str]:
     options = ["--use-distributed-optimizer", *["--overlap-grad-reduce", "--overlap-param-gather"] * overlaps, *copies]
     if layout.zero == 1:
         return options
-    strategy = ["--data-parallel-sharding-strategy", _SHARDED[layout.zero]]
+    strategy = ["--data-parallel-sharding-strategy", SHARDED[layout.zero]]
     return [*options, "--use-megatron-fsdp", *strategy, "--ckpt-format", "fsdp_dtensor"]
 
 

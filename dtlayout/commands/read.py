@@ -1,0 +1,61 @@
+"""dtlayout read: what a file of another program says, in our own words, as a table and as a config."""
+
+import argparse
+from pathlib import Path
+
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import write
+from dtlayout.base.formatting import align
+from dtlayout.commands.arguments import show
+from dtlayout.programs.reading import parse_given, read_program
+from dtlayout.programs.understood import Understood
+
+EXAMPLE = "dtlayout read train.sh --given NNODES=8 --output job.toml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the file, values of its variables, and the config to write."""
+    parser.add_argument("file", type=Path, help="a script with the arguments of Megatron-LM's pretrain_gpt.py")
+    add_given(parser)
+    parser.add_argument("--output", metavar="FILE", type=Path, help="our config of the job, which explain takes")
+
+
+def add_given(parser: argparse.ArgumentParser) -> None:
+    """Add values of variables of a file."""
+    text = "a variable of another program's file that the file alone does not say; may be repeated"
+    parser.add_argument("--given", action="append", default=[], metavar="NAME=VALUE", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print how each option is understood; refuse a file that is not."""
+    found = read_program(options.file, parse_given(options.given))
+    if found is None:
+        raise InvalidConfig(f"{options.file} is no file of a program that is read here: Megatron-LM's script is")
+    if options.output:
+        write(options.output, to_toml(found), "the config")
+    document = {
+        "program": found.title, "engine": found.engine, "gpus": found.num_gpus, "tables": found.tables,
+        "told": found.told, "options": [each._asdict() for each in found.rows],
+    }  # fmt: skip
+    return show(options, document, lambda _: _list_lines(found))
+
+
+def to_toml(found: Understood) -> str:
+    """Our config of the job, with the program and its GPUs in the comments above it."""
+    told = "".join(f" --engine-set {name}={value}" for name, value in found.told.items())
+    gpus = f" --gpus {found.num_gpus}" if found.num_gpus else ""
+    lines = [f"# A job of {found.title}: dtlayout explain FILE --engine {found.engine}{told}{gpus} --gpu NAME", ""]
+    return "\n".join(lines) + toml.dumps({name: table for name, table in found.tables.items() if table})
+
+
+def _list_lines(found: Understood) -> list[str]:
+    words = {"read": "", "assumed": "assumed", "ignored": "not predicted", "no effect": "no effect"}
+    rows = [
+        (each.option or "(not said)", each.ours or "-", ": ".join(filter(None, (words[each.how], each.note))))
+        for each in found.rows
+    ]
+    gpus = (
+        f"{found.num_gpus} GPUs, {found.gpus_per_node} a node" if found.num_gpus else "GPUs are not said: give --world"
+    )
+    return [f"{found.title}, {gpus}", "", *align([("option", "ours", ""), *rows])]

@@ -1,0 +1,62 @@
+"""Understood: what a file of another program says, in our own words, and where each word comes from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+How = Literal["read", "assumed", "ignored", "no effect"]
+"""Read: the file says it. Assumed: it does not, and the program's default or a usual value stands there. Ignored: it
+changes nothing that is predicted. No effect: the program does not use it either, beside what else the file says."""
+
+
+class Row(NamedTuple):
+    """One option of a file."""
+
+    option: str
+    """The program's own name of it, with its value; a variable or a word in the file's place where it says nothing."""
+    ours: str
+    """Our key and value; empty where there is none."""
+    how: How
+    """Part that it plays."""
+    note: str = ""
+    """Reason of what is assumed, ignored or without effect."""
+
+
+@dataclass
+class Understood:
+    """A job of another program, as our config has it."""
+
+    engine: str
+    """Name of the engine that predicts the program."""
+    title: str
+    """Name of the program for people."""
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Our config by section: model, batch, layout, precision, kernels, optimizer."""
+    told: dict[str, str] = field(default_factory=dict)
+    """Settings of the engine, as --engine-set takes them."""
+    num_gpus: int = 0
+    """GPUs that the file starts; 0 if it does not say."""
+    gpus_per_node: int = 0
+    """GPUs of a node; 0 if it does not say."""
+    rows: list[Row] = field(default_factory=list)
+    """Options of the file, in its order, and then what is assumed."""
+    problems: list[str] = field(default_factory=list)
+    """Options that are not understood, or whose value the file alone does not say."""
+
+    def put(self, section: str, values: Mapping[str, Any], option: str, how: How = "read", note: str = "") -> None:
+        """Note values of one of our sections, and the option that they come from."""
+        self.tables.setdefault(section, {}).update(values)
+        ours = ", ".join(f"{section}.{key}={_show(value)}" for key, value in values.items())
+        self.rows.append(Row(option, ours, how, note))
+
+    def ignore(self, option: str, note: str, how: How = "ignored") -> None:
+        """Note an option that changes nothing here."""
+        self.rows.append(Row(option, "", how, note))
+
+    def get(self, section: str, key: str, default: Any = None) -> Any:
+        """A value that was put, or the default."""
+        return self.tables.get(section, {}).get(key, default)
+
+
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

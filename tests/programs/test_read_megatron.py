@@ -1,0 +1,288 @@
+"""Scripts of Megatron-LM: each is understood field by field, and what is written is read back."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from program_jobs import LAYOUTS, job_of
+
+from dtlayout.base import toml
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.cli import main
+from dtlayout.config.loading import parse_config
+from dtlayout.models.presets import PRESETS
+from dtlayout.programs.program import Job
+from dtlayout.programs.read_megatron import is_ours, read, read_stages
+from dtlayout.programs.reading import parse_given, read_program
+from dtlayout.programs.registry import PROGRAMS
+from dtlayout.programs.understood import Understood
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD, AdamW
+
+FOLDER = Path(__file__).parent / "megatron"
+LLAMA = {"family": "llama", "gated_ffn": True, "tied_embeddings": False}
+UNDERSTOOD: dict[str, dict[str, Any]] = {
+    "plain.sh": {
+        "gpus": (8, 8), "told": {"overlap_dp": "false"},
+        "model": {
+            "family": "llama", "num_layers": 24, "hidden_size": 2048, "ffn_size": 8192, "num_heads": 16,
+            "num_kv_heads": 16, "vocab_size": 50304, "gated_ffn": False, "tied_embeddings": True,
+        },
+        "batch": {"seq_len": 2048, "global_batch": 256},
+        "layout": {"micro_batch": 4, "dp_replicate": 8, "dp_shard": 1, "sequence_parallel": False},
+        "precision": {"compute": "float16"}, "kernels": {},
+        "optimizer": {"name": "adamw", "lr": 1.5e-4, "weight_decay": 0.01, "max_norm": 1.0},
+    },
+    "arrays.sh": {
+        "gpus": (32, 8), "told": {"overlap_dp": "true"},
+        "model": LLAMA | {
+            "num_layers": 80, "hidden_size": 8192, "ffn_size": 28672, "num_heads": 64, "num_kv_heads": 8,
+            "vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 5e5,
+        },
+        "batch": {"seq_len": 8192, "global_batch": 64},
+        "layout": {
+            "tp": 8, "pp": 2, "micro_batch": 1, "sequence_parallel": True, "tp_overlap": True, "virtual_stages": 8,
+            "schedule": "interleaved-1f1b", "dp_shard": 2, "dp_replicate": 1, "recompute": "full",
+        },
+        "precision": {"compute": "bfloat16"}, "kernels": {"attention": "sdpa-cudnn"},
+        "optimizer": {"name": "adamw", "lr": 1.5e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
+    },
+    "experts.sh": {
+        "gpus": (128, 8), "told": {"overlap_dp": "true"},
+        "model": LLAMA | {
+            "family": "mixtral", "num_layers": 32, "hidden_size": 4096, "ffn_size": 14336, "num_heads": 32,
+            "num_kv_heads": 8, "vocab_size": 32000,
+            "experts": {"number": 8, "per_token": 2, "ffn_size": 14336, "balance_loss": 0.01},
+        },
+        "batch": {"seq_len": 4096, "global_batch": 256},
+        "layout": {
+            "tp": 1, "pp": 4, "ep": 8, "micro_batch": 1, "sequence_parallel": False, "dp_shard": 32, "dp_replicate": 1,
+        },
+        "precision": {"compute": "bfloat16"}, "kernels": {},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "max_norm": 1.0},
+    },
+    "fp8.sh": {
+        "gpus": (32, 8), "told": {"overlap_dp": "false", "cuda_graphs": "full"},
+        "model": LLAMA | {
+            "num_layers": 32, "hidden_size": 4096, "ffn_size": 14336, "num_heads": 32, "num_kv_heads": 8,
+            "vocab_size": 128256, "rope_theta": 5e5, "tied_embeddings": True,
+        },
+        "batch": {"seq_len": 32768, "global_batch": 128},
+        "layout": {
+            "cp": 4, "cp_method": "all-to-all", "tp": 2, "sequence_parallel": True, "micro_batch": 1, "dp_shard": 4,
+            "dp_replicate": 1,
+        },
+        "precision": {"compute": "bfloat16", "matmuls": "fp8-tensorwise"}, "kernels": {},
+        "optimizer": {"name": "adamw", "lr": 3e-4},
+    },
+    "cut.sh": {
+        "gpus": (16, 8), "told": {"overlap_dp": "false"},
+        "model": LLAMA | {
+            "family": "qwen3", "qk_norm": True, "num_layers": 30, "hidden_size": 4096, "ffn_size": 11008,
+            "num_heads": 32, "num_kv_heads": 4, "vocab_size": 32000,
+        },
+        "batch": {"seq_len": 4096, "global_batch": 128},
+        "layout": {
+            "pp": 4, "micro_batch": 2, "sequence_parallel": False, "stage_layers": [7, 8, 8, 7], "zero": 2,
+            "dp_shard": 2, "dp_replicate": 2, "recompute": "every-2",
+        },
+        "precision": {"compute": "bfloat16"}, "kernels": {}, "optimizer": {"name": "adamw", "lr": 1e-4},
+    },
+    "arguments.txt": {
+        "gpus": (0, 0), "told": {"overlap_dp": "false"},
+        "model": LLAMA | {
+            "num_layers": 16, "hidden_size": 2048, "ffn_size": 8192, "num_heads": 32, "num_kv_heads": 8,
+            "vocab_size": 128256, "rope_theta": 5e5, "tied_embeddings": True,
+        },
+        "batch": {"seq_len": 4096, "global_batch": 64},
+        "layout": {"tp": 1, "micro_batch": 2, "sequence_parallel": True},
+        "precision": {"compute": "bfloat16"}, "kernels": {"attention": "flash-attn"},
+        "optimizer": {"name": "sgd", "momentum": 0.9},
+    },
+}  # fmt: skip
+"""File → what it says, in our words, without the model's name."""
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_each_field_of_a_script_is_understood(name):
+    found = read_program(FOLDER / name, {})
+    assert found is not None and (found.engine, found.title) == ("megatron", "Megatron-LM")
+    expected = UNDERSTOOD[name]
+    assert (found.num_gpus, found.gpus_per_node) == expected["gpus"] and found.told == expected["told"]
+    for section in ("model", "batch", "layout", "precision", "kernels", "optimizer"):
+        said = {
+            key: value for key, value in found.tables.get(section, {}).items() if key != "name" or section != "model"
+        }
+        assert said == expected[section], section
+    parse_config({**found.tables, "train": {"steps": 1}})
+
+
+def test_every_file_of_the_folder_is_held_against_what_it_says():
+    assert {each.name for each in FOLDER.iterdir()} == set(UNDERSTOOD)
+
+
+def list_rows(text: str, how: str) -> dict[str, str]:
+    """Option → note, of the options that play one part."""
+    return {each.option: each.note for each in read(text, {}).rows if each.how == how}
+
+
+def test_what_has_no_effect_is_said():
+    text = (FOLDER / "arguments.txt").read_text()
+    assert list_rows(text, "no effect") == {
+        "--sequence-parallel": "tp is 1", "--recompute-method": "without --recompute-granularity",
+        "--adam-beta1 0.9": "with --optimizer sgd",
+    }  # fmt: skip
+    assert list_rows(text + " --num-query-groups 8", "no effect").keys() >= {"--sequence-parallel"}
+    plain = (FOLDER / "plain.sh").read_text()
+    assert "--attention-dropout 0.1" in list_rows(plain, "ignored")
+    assert list_rows(plain, "assumed")["--ffn-hidden-size"] == "its default, from the hidden size"
+    alone = plain.replace("--fp16", "--bf16 --fp8-recipe mxfp8 --num-query-groups 4")
+    assert list_rows(alone, "no effect") == {
+        "--num-query-groups 4": "without --group-query-attention", "--fp8-recipe mxfp8": "without --fp8-format",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (("--bf16", "--bf16 --new-thing 3"), "--new-thing is not understood; leave it out if it changes neither"),
+        (("--num-layers 80", "--num-layers $L"), "--num-layers is $L, set by no line of the script: --given L=VALUE"),
+        (("--num-layers 80", "--num-layers $1"), "--num-layers is $1, argument 1 of the script: --given 1=VALUE"),
+        (("--num-layers 80", "--num-layers $(cat n)"), "--num-layers is $(cat n), the output of a command, on line"),
+        (("--num-layers 80", "--num-layers eighty"), "--num-layers=eighty is no int"),
+        (("--num-layers 80", "--num-layers 80 90"), "--num-layers has 2 values, and takes one"),
+        (("pipeline-stage 5", "pipeline-stage 7"), "--num-layers-per-virtual-pipeline-stage 7 does not divide the 80"),
+        (("TP=${TP:-8}", "TP=${TP:-3}"), "32 GPUs are no multiple of tp * pp * cp = 6"),
+        (("--bf16", "--bf16 --cp-comm-type p2p+a2a"), "--cp-comm-type p2p+a2a is not"),
+        (("--bf16", "--bf16 --fp8-format e4m3 --fp8-recipe own"), "--fp8-recipe own is nothing that is known here"),
+        (("--optimizer adam", "--optimizer lion"), "--optimizer lion is nothing that is known here"),
+        (("backend fused", "backend local"), "--attention-backend local is nothing that is known here"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_named(change, problem):
+    text = (FOLDER / "arrays.sh").read_text()
+    assert change[0] in text
+    with pytest.raises(InvalidConfig) as caught:
+        read(text.replace(*change), {})
+    assert any(problem in each for each in caught.value.problems), caught.value.problems
+
+
+def test_a_value_that_is_given_takes_the_place_of_the_scripts():
+    text = (FOLDER / "arrays.sh").read_text()
+    found = read(text, parse_given(["TP=4", "NODES=8"]))
+    assert found.num_gpus == 64 and found.get("layout", "tp") == 4 and found.get("layout", "dp_shard") == 8
+    with pytest.raises(InvalidConfig, match="--given TP is no NAME=VALUE"):
+        parse_given(["TP"])
+
+
+def compare(job: Job, found: Understood) -> None:
+    """Fail unless a job was read back as it was, but for what its gaps say."""
+    config = parse_config({**found.tables, "train": {"steps": 1}})
+    layout, own = config.layout.resolve(found.num_gpus).effective, job.layout.effective
+    assert config.batch == job.scenario.batch
+    model = replace(config.model, name=job.model.name, rope_scaling=job.model.rope_scaling)
+    if model.experts and job.model.experts:  # where the model says none, the usual coefficient is written
+        model = replace(model, experts=replace(model.experts, balance_loss=job.model.experts.balance_loss))
+    assert model == job.model
+    differ = {each.name for each in fields(Layout) if getattr(layout, each.name) != getattr(own, each.name)}
+    stages = layout.stage_layers or tuple(job.estimate.stage_layers)
+    assert stages == tuple(job.estimate.stage_layers)
+    differ -= {"stage_layers"}
+    if job.layout.schedule == "gpipe":
+        differ -= {"schedule"}
+    if own.recompute.startswith("every"):
+        differ -= {"recompute"}
+    assert not differ, (differ, layout, own)
+    precision = job.scenario.precision
+    assert config.precision.compute == precision.compute and config.optimizer == job.scenario.optimizer
+    known = (
+        "compute"
+        if any("precision.matmuls" in gap for gap in PROGRAMS["megatron"].write(job).gaps)
+        else precision.matmuls
+    )
+    assert config.precision.matmuls == known
+
+
+DIVISORS = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def draw_jobs(draw: Any) -> Job:
+    """A job that Megatron-LM can be told, on whole nodes."""
+    model = draw(st.sampled_from(["llama3.1-8b", "llama-13b", "qwen2.5-7b", "qwen3-8b", "qwen3-0.6b", "mixtral-8x7b"]))
+    shape = PRESETS[model]
+    tp, cp = draw(DIVISORS), draw(st.sampled_from([1, 2]))
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if shape.num_layers % n == 0]))
+    dp = draw(st.sampled_from([n for n in (1, 2, 4, 8, 16) if tp * cp * pp * n % 8 == 0] or [8]))
+    virtual = draw(st.sampled_from([1, 2])) if pp > 1 and shape.num_layers % (2 * pp) == 0 else 1
+    layout = Layout(
+        tp=tp, cp=cp, pp=pp, dp_shard=dp, virtual_stages=virtual,
+        schedule="interleaved-1f1b" if virtual > 1 else "1f1b", micro_batch=draw(st.sampled_from([1, 2])),
+        sequence_parallel=draw(st.booleans()) if not shape.experts else True,
+        recompute=draw(st.sampled_from(["none", "full", "selective"])),
+        cp_method=draw(st.sampled_from(["ring", "gather", "all-to-all"])),
+        ep=draw(st.sampled_from([1, 2])) if shape.experts and dp * cp * tp % 2 == 0 else 1,
+    )  # fmt: skip
+    optimizer = draw(st.sampled_from([AdamW(lr=1e-4, beta2=0.98, weight_decay=0.05), SGD(momentum=0.8)]))
+    formats = draw(st.sampled_from([{}, {"matmuls": "fp8-tensorwise"}, {"compute": "float16"}]))
+    return job_of("megatron", layout, model=model, optimizer=optimizer, **formats)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(draw_jobs())
+def test_what_is_written_is_read_back(job):
+    try:
+        lines = PROGRAMS["megatron"].write(job).lines
+    except DtlayoutError:
+        return
+    compare(job, read("\n".join(lines), {"RENDEZVOUS": "host:29500"}))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "cut"])
+def test_each_kind_of_layout_is_read_back(name):
+    job = job_of("megatron", LAYOUTS[name])
+    compare(job, read("\n".join(PROGRAMS["megatron"].write(job).lines), {"RENDEZVOUS": "host:29500"}))
+
+
+def test_a_layout_of_stages_is_read_as_it_is_written():
+    assert read_stages("Et*3|(t*4|)*2t*3L") == [3, 4, 4, 3] == read_stages("'Ettt|tttt|tttt|tttL'")
+    with pytest.raises(InvalidConfig, match="'x' is no part of a stage"):
+        read_stages("Et|x")
+
+
+def test_explain_takes_a_script_and_predicts_its_program(capsys):
+    script = str(FOLDER / "arrays.sh")
+    assert main(["explain", script, "--gpu", "h100-80g-sxm", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "is read as a job of Megatron-LM; dtlayout read shows how" in said.err
+    document = json.loads(said.out)
+    assert document["engine"] == "megatron" and document["gpus"] == 32
+    assert main(["explain", script, "--gpu", "h100-80g-sxm", "--given", "TP=4", "--layout.recompute=none"]) == 0
+    assert "tp4+sp" in capsys.readouterr().out
+    bare = str(FOLDER / "arguments.txt")
+    assert main(["explain", bare, "--gpu", "h100-80g-sxm", "--world", "8", "--engine-set", "overlap_dp=true"]) == 0
+    assert "overlap_dp true" in capsys.readouterr().out
+
+
+def test_read_shows_each_option_and_writes_our_config(tmp_path, capsys):
+    config = tmp_path / "job.toml"
+    assert main(["read", str(FOLDER / "experts.sh"), "--output", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert "Megatron-LM, 128 GPUs, 8 a node" in said and "model.experts.per_token=2" in said
+    tables = toml.loads(config.read_text())
+    assert tables["model"]["experts"]["number"] == 8
+    assert config.read_text().startswith("# A job of Megatron-LM: dtlayout explain FILE --engine megatron")
+    assert main(["explain", str(config), "--engine", "megatron", "--world", "128", "--gpu", "h100-80g-sxm"]) == 0
+    assert main(["read", str(FOLDER / "plain.sh"), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["read", str(config)]) == 2
+    assert "is no file of a program that is read here" in capsys.readouterr().err
+    assert main(["read", str(tmp_path / "none.sh")]) == 2
+
+
+def test_our_own_configs_are_none_of_megatrons():
+    assert not is_ours(Path(__file__).parents[2].joinpath("configs", "debug.toml").read_text())
