@@ -49,12 +49,15 @@ def trace_config(config: Mapping[str, Any], name: str = "traced") -> Trace:
     with _quiet():
         try:
             return _trace(config, name, torch.bfloat16)
-        except RuntimeError:  # code that computes in fp32 alone
+        except (RuntimeError, LookupError, AttributeError, TypeError):  # perhaps code that computes in fp32 alone
             pass
         try:
             return _trace(config, name, torch.float32)
         except RuntimeError as error:
             raise InvalidConfig(f"{_describe_type(config)} cannot be traced: {first_line(error)}") from None
+        except (LookupError, AttributeError, TypeError) as error:  # code of a form that nobody has thought of
+            reason = f"its code is not understood: {first_line(error)}"
+            raise InvalidConfig(f"{_describe_type(config)} cannot be traced: {reason}") from error
 
 
 def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
@@ -417,6 +420,7 @@ class _EndReader:
 
     def _sort(self, name: str, own: Mapping[str, nn.Parameter], *, is_after: bool) -> None:
         is_norm = is_after and all(each.dim() == 1 for each in own.values()) and not self.norm
+        is_norm = is_norm and own.keys() <= {"weight", "bias"}
         place = FINAL_NORM if is_norm else f"model.{name.rpartition('.')[2]}"
         self.names[place] = name
         weights = tuple(

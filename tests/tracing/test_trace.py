@@ -18,6 +18,7 @@ from dtlayout.models.operations import ATTENDED, Linear, SelfAttention
 from dtlayout.models.traced import VERSION, Trace, find_stored_name, parse_trace, read_trace
 from dtlayout.models.weights import list_stored, list_weights
 from dtlayout.spec.model_shape import ModelShape
+from dtlayout.tracing import trace
 from dtlayout.tracing.building import build_model
 from dtlayout.tracing.trace import describe_module, trace_config
 
@@ -200,6 +201,15 @@ def test_what_cannot_be_had_is_said(config, reason):
         return
     with pytest.raises(InvalidConfig, match=reason):
         trace_config(config)
+
+
+def test_code_of_a_form_that_nobody_has_thought_of_is_refused_in_one_line(monkeypatch):
+    def fail(*_):
+        raise KeyError("temperature")
+
+    monkeypatch.setattr(trace, "recognize", fail)
+    with pytest.raises(InvalidConfig, match="cannot be traced: its code is not understood: KeyError: 'temperature'"):
+        make_trace("llama")
 
 
 def test_a_file_that_is_no_trace_of_this_version_is_refused(tmp_path):
