@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
 from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.commands.read import add_given
@@ -42,7 +42,7 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 
 def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
-    if (found := read_program(path, parse_given(options.given))) is not None:
+    if (found := read_program(path, parse_given(options.given), options.world or 0)) is not None:
         return _read_other(found, path, overrides, options)
     return _make(load_plan(path, overrides), load_formats(path, overrides), options)
 
@@ -52,6 +52,7 @@ def _read_other(found: Understood, path: Path, overrides: Sequence[str], options
     tables = deepcopy(found.tables)
     override(tables, overrides)
     tables.setdefault("train", {})["steps"] = PLANNED_STEPS
+    _check_said(found, tables, path)
     own = vars(options)
     asked = argparse.Namespace(**own)
     if asked.engine == OWN_ENGINE:
@@ -61,6 +62,27 @@ def _read_other(found: Understood, path: Path, overrides: Sequence[str], options
     asked.world = asked.world or found.num_gpus or None
     print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
     return _make(parse_config(tables), dict(tables.get("precision", {})), asked)
+
+
+_NEEDED = {
+    ("model", "vocab_size"): "rows of the vocabulary, which its tokenizer may say",
+    ("batch", "seq_len"): "tokens of a sequence",
+    ("batch", "global_batch"): "sequences of a step",
+}
+"""Section and key that a prediction needs → what it says."""
+
+
+def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> None:
+    """InvalidConfig with a line for each number that a file of another program does not say."""
+    missing = [
+        f"{path} does not say the {what}: --{section}.{key}=N does"
+        for (section, key), what in _NEEDED.items()
+        if key not in tables.get(section, {})
+    ]
+    if not found.num_gpus:
+        missing.append(f"{path} does not say how many GPUs it starts: --world N does")
+    if missing:
+        raise InvalidConfig(missing)
 
 
 def _make(config: Config, formats: Mapping[str, str], options: argparse.Namespace) -> Case:

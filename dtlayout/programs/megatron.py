@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from math import ceil
+from math import ceil, gcd
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
@@ -260,8 +260,14 @@ def _training(job: Job) -> list[str]:
         *name, "--lr", f"{optimizer.lr:g}", "--weight-decay", f"{optimizer.weight_decay:g}",
         "--clip-grad", f"{optimizer.max_norm:g}", "--train-iters", f"{job.steps}", "--eval-iters", "0",
         "--log-interval", "1", "--log-throughput", "--mock-data", "--tokenizer-type", "NullTokenizer",
-        "--vocab-size", f"{job.model.vocab_size}",
+        "--vocab-size", f"{job.model.vocab_size}", *_padding(job),
     ]  # fmt: skip
+
+
+def _padding(job: Job) -> list[str]:
+    """The number by whose multiples it pads the vocabulary, where by default that would be another one."""
+    step = gcd(128, job.model.vocab_size // job.layout.tp)
+    return [] if step == 128 else ["--make-vocab-size-divisible-by", f"{step}"]
 
 
 def _one_an_option(words: Sequence[str]) -> Iterator[str]:

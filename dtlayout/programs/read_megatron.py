@@ -6,6 +6,7 @@ learning rate's course change no prediction.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
@@ -35,73 +36,113 @@ _OPTIMIZER: Mapping[str, str] = {
     "--lr": "lr", "--weight-decay": "weight_decay", "--clip-grad": "max_norm", "--adam-beta1": "beta1",
     "--adam-beta2": "beta2", "--adam-eps": "eps", "--sgd-momentum": "momentum",
 }  # fmt: skip
+_FLAGS = frozenset((
+    "--add-qkv-bias", "--bf16", "--disable-bias-linear", "--fp16", "--grad-reduce-in-bf16",
+    "--group-query-attention", "--moe-enable-deepep", "--moe-router-enable-expert-bias",
+    "--moe-router-pre-softmax", "--no-overlap-p2p-communication", "--overlap-grad-reduce",
+    "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--recompute-activations",
+    "--sequence-parallel", "--swiglu", "--tp-comm-overlap", "--untie-embeddings-and-output-weights",
+    "--use-custom-fsdp", "--use-distributed-optimizer", "--use-flash-attn", "--use-megatron-fsdp",
+    "--use-rope-scaling",
+))  # fmt: skip
+"""Options without a value."""
+_OTHERWISE = (
+    r"--(no-bias-.*-fusion|no-masked-softmax-fusion|no-rope-fusion|no-persist-layer-norm|no-gradient-accumulation-fusion"
+    r"|cross-entropy-.*|fp8-param-gather|fp8-wgrad|empty-unused-.*|delay-wgrad.*|accumulate-allreduce-grads-in-fp32"
+    r"|overlap-param-gather-with-optimizer-step|align-.*|train-sync-interval|DDP-impl)"
+)
+"""Options that change a little of time or memory, which is predicted as if they were not there."""
 _RANKS = ("--nproc_per_node", "--nproc-per-node"), ("--nnodes",)
 _IGNORED: Mapping[str, str] = {
     "data": r"--(data-path|.*-data-path|data-cache-path|split|mock-data|tokenizer-.*|vocab-file|merge-file"
-    r"|dataloader-type|num-workers|reset-position-ids|reset-attention-mask|eod-mask-loss|make-vocab-size-divisible-by|no-create-.*"
-    r"|num-dataset-builder-threads|data-args-path|num-tokens)",
+    r"|dataloader-type|num-workers|reset-position-ids|reset-attention-mask|eod-mask-loss|no-create-.*"
+    r"|num-dataset-builder-threads|data-args-path|num-tokens|no-mmap-bin-files|tiktoken-.*|trust-remote-code"
+    r"|create-attention-mask.*|extra-vocab-size|patch-tokenizer-type|dataset)",
     "logs and evaluation": r"--(log-.*|tensorboard-.*|wandb-.*|eval-.*|timing-.*|no-log-.*|profile.*|one-logger.*"
-    r"|no-one-logger|.*exit-.*)",
+    r"|no-one-logger|enable-one-logger|logging-level|.*exit-.*)",
     "checkpoints": r"--(save.*|load|no-save-.*|no-load-.*|ckpt-.*|auto-detect-ckpt-format|async-save|dist-ckpt-.*"
     r"|use-dist-ckpt|use-checkpoint-.*|override-opt.*|finetune|non-persistent-.*|pretrained-checkpoint)",
     "the course of the learning rate": r"--(min-lr|lr-.*|train-iters|train-samples|override-lr.*|use-checkpoint-opt.*"
     r"|start-weight-decay|end-weight-decay|weight-decay-incr-style)",
     "initial values and chance": r"--(init-method-.*|seed|data-parallel-random-init|no-initialization"
-    r"|apply-layernorm-1p|initial-loss-scale|min-loss-scale|loss-scale.*|hysteresis|no-query-key-layer-scaling)",
+    r"|apply-layernorm-1p|initial-loss-scale|min-loss-scale|loss-scale.*|hysteresis|no-query-key-layer-scaling|decoupled-.*)",
     "how ranks meet": r"--(distributed-backend|distributed-timeout-minutes|local-rank|lazy-mpu-init|use-mcore-models"
-    r"|use-legacy-models|transformer-impl|no-async-tensor-.*|manual-gc.*|no-check-for-nan.*|check-for-nan.*"
+    r"|use-legacy-models|no-async-tensor-.*|manual-gc.*|no-check-for-nan.*|check-for-nan.*"
     r"|rerun-mode|enable-experimental|nccl-.*|use-tp-pp-dp-mapping|disable-straggler.*|high-priority-stream-groups)",
-    "fusions that are its default": r"--(no-gradient-accumulation-fusion|cross-entropy-.*|no-bias-.*-fusion"
-    r"|no-masked-softmax-fusion|no-rope-fusion|no-persist-layer-norm|moe-grouped-gemm|moe-permute-fusion"
-    r"|moe-router-fusion|bias-.*|use-fused-.*|no-position-embedding|ddp-.*|delay-.*|tp-comm-.*-.*|moe-layer-recompute"
-    r"|moe-pad-expert-.*|moe-router-dtype|moe-per-layer-logging|attention-softmax-in-fp32|use-rotary-.*|position-.*"
-    r"|max-position-embeddings|rotary-.*|original-max-.*|rope-.*|accumulate-allreduce-grads-in-fp32|fp8-margin|fp8-amax-.*"
-    r"|fp8-interval|fp8-param-gather|fp8-wgrad|moe-router-padding-.*|cuda-graph-warmup-steps|te-rng-tracker"
-    r"|use-te-rng-tracker|empty-unused-.*|overlap-param-gather-with-optimizer-step|align-.*|moe-token-drop.*"
-    r"|moe-expert-capacity-factor|moe-input-jitter-eps|moe-aux-loss-free|moe-router-pre-softmax-scale)",
+    "what its blocks do alike": r"--(no-position-embedding|ddp-num-.*|ddp-bucket-size|ddp-average-.*|tp-comm-.*-.*"
+    r"|bias-.*-fusion|use-fused-.*|moe-grouped-gemm|moe-permute-fusion|moe-router-fusion|moe-router-dtype"
+    r"|moe-per-layer-logging|moe-input-jitter-eps|attention-softmax-in-fp32|use-rotary-.*|position-.*"
+    r"|max-position-embeddings|rotary-(percent|interleaved|seq-.*)|original-max-.*|rope-.*|fp8-margin|fp8-amax-.*"
+    r"|fp8-interval|moe-router-padding-.*|cuda-graph-warmup-steps|te-rng-tracker|use-te-rng-tracker"
+    r"|moe-router-pre-softmax-scale|calculate-per-token-loss|use-cpu-initialization|apply-query-key-layer-scaling)",
 }  # fmt: skip
 """Subject of options that change no prediction here → a pattern of their names."""
 
 
-def read(text: str, given: Mapping[str, str]) -> Understood:
+def read(text: str, given: Mapping[str, str], num_gpus: int = 0) -> Understood:
     """The job of a script or of a list of arguments; `given` are values of its variables.
 
-    InvalidConfig with a line for each option that is not understood, or whose value the file alone does not say.
+    `num_gpus` take the place of those that the script starts; 0 leaves them. InvalidConfig with a line for each option
+    that is not understood, or whose value the file alone does not say.
     """
-    options, ranks = _split(_find_command(text, given))
+    command = _find_command(text, given)
     found = Understood(MEGATRON.engine, MEGATRON.title)
-    _Reader(found, options, ranks).read()
+    options, ranks = _split(command, found)
+    _Reader(found, options, ranks, num_gpus).read()
+    if command.passes_arguments:
+        found.ignore(
+            '"$@"', "options that the script itself is given are not known: --given @='…' says them", "assumed"
+        )
     if found.problems:
-        raise InvalidConfig(found.problems)
+        raise InvalidConfig(list(dict.fromkeys(found.problems)))
     return found
 
 
 def is_ours(text: str) -> bool:
     """True for a text with arguments of Megatron-LM."""
-    return "--num-layers" in text and "--hidden-size" in text
+    return "--num-layers" in text or "pretrain_gpt.py" in text
 
 
 def _find_command(text: str, given: Mapping[str, str]) -> Command:
-    """The last command with the model's sizes; of a list of arguments, which may have several lines, all of it."""
+    """The last command with the model's sizes; of a list of arguments, which may have several lines, all of it.
+
+    A word that holds a whole command, as behind eval or sh -c, is read like a script.
+    """
     if text.lstrip().startswith("--"):
         text = text.replace("\n", " ")
-    sized = [
-        each for each in read_commands(text, given) if any(word.split("=")[0] == "--num-layers" for word in each.words)
-    ]
-    if not sized:
-        raise InvalidConfig("no command of the script has --num-layers: give the script that starts pretrain_gpt.py")
-    return sized[-1]
+    commands = read_commands(text, given)
+    for command in reversed(commands):
+        if any(_name(word) == "--num-layers" for word in command.words):
+            if command.condition:
+                raise InvalidConfig(
+                    f"the command with --num-layers lies in {command.condition}; take it out, or give its words alone"
+                )
+            return command
+        inner = " ".join(command.words[1:]) if command.words[0] == "eval" else ""
+        inner = inner or next((word for word in command.words if " --num-layers" in word), "")
+        if " --num-layers" in inner:
+            found = _find_command(inner, given)
+            unknown = [word for word in command.words if isinstance(word, Unknown)]
+            return replace(found, words=(*found.words, *unknown), line=command.line)
+    raise InvalidConfig("no command of the script has --num-layers: give the script that says the model's sizes")
 
 
-def _split(command: Command) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Options with their values, and torchrun's options before the program's own."""
+def _name(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _split(command: Command, found: Understood) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Options with their values, and torchrun's options before the program's own.
+
+    A word that is not known is a problem, unless it is the value of an option: it may be an option itself.
+    """
     words = list(command.words)
     programs = [place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
     own, before = words[programs[-1] + 1 :] if programs else words, words[: programs[-1]] if programs else []
-    return dict(_pair(own)), {name: " ".join(values) for name, values in _pair(before)}
+    return dict(_pair(own, found)), {name: " ".join(values) for name, values in _pair(before, None)}
 
 
-def _pair(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _pair(words: Sequence[str], found: Understood | None) -> Iterator[tuple[str, list[str]]]:
     name, values = "", list[str]()
     for word in words:
         if word.startswith("--"):
@@ -109,15 +150,30 @@ def _pair(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
                 yield name, values
             name, _, value = word.partition("=")
             values = [value] if "=" in word else []
+            if "=" in word and isinstance(word, Unknown):
+                values = [Unknown(value, word.variable, word.reason)]
+        elif isinstance(word, Unknown) and found is not None and (not name or values or name in _FLAGS):
+            how = f"--given {word.variable}='…' says it, and may be empty" if word.variable else "write it out"
+            found.problems.append(f"{word} may hold options, and is {word.reason}: {how}")
         elif name:
             values.append(word)
     if name:
         yield name, values
 
 
+def positive(text: str) -> int:
+    """A whole number above 0; ValueError for another text."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+_KINDS: Mapping[Any, str] = {positive: "whole number above 0", int: "whole number", float: "number"}
+
+
 class _Reader:
-    def __init__(self, found: Understood, options: Mapping[str, list[str]], ranks: Mapping[str, str]):
-        self.found, self.options, self.ranks = found, options, ranks
+    def __init__(self, found: Understood, options: Mapping[str, list[str]], ranks: Mapping[str, str], num_gpus: int):
+        self.found, self.options, self.ranks, self.num_gpus = found, options, ranks, num_gpus
         self.used: set[str] = set()
 
     def read(self) -> None:
@@ -130,9 +186,12 @@ class _Reader:
         self._read_formats()
         self._read_optimizer()
         self._read_engine()
+        shown = {word for row in self.found.rows for word in row.option.split()}
         for name in self.options:
             if name not in self.used:
                 self._read_rest(name)
+            elif name not in shown:
+                self.found.ignore(self.show(name), "as predicted", "read")
 
     # Values
 
@@ -140,6 +199,8 @@ class _Reader:
         """True if the option is there, which is then used."""
         if name in self.options:
             self.used.add(name)
+            if name in _FLAGS and self.options[name]:
+                self.found.problems.append(f"{name} takes no value, and has {' '.join(self.options[name])}")
         return name in self.options
 
     def value(self, name: str, kind: Callable[[str], Any]) -> Any:
@@ -158,7 +219,7 @@ class _Reader:
         try:
             return kind(word)
         except ValueError:
-            self.found.problems.append(f"{name}={word} is no {kind.__name__}")
+            self.found.problems.append(f"{name}={word} is no {_KINDS.get(kind, kind.__name__)}")
             return None
 
     def show(self, name: str) -> str:
@@ -188,30 +249,34 @@ class _Reader:
             self.found.gpus_per_node = per_node
             has_nodes = any(name in self.ranks for name in _RANKS[1])
             self.found.num_gpus = per_node * (nodes if has_nodes else 1)
+        self.found.num_gpus = self.num_gpus or self.found.num_gpus
 
     def _read_model(self) -> None:
         found = self.found
         self.assume("model", {"name": "megatron", "family": "llama"}, "", "blocks are those of a Llama, but as below")
         for name, key in _SIZES.items():
-            self.put("model", key, name, int)
+            self.put("model", key, name, positive)
         hidden, heads = found.get("model", "hidden_size"), found.get("model", "num_heads")
         if hidden and not found.get("model", "ffn_size"):
             gated = "--swiglu" in self.options
             size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
             self.assume("model", {"ffn_size": size}, "--ffn-hidden-size", "its default, from the hidden size")
-        groups = self.value("--num-query-groups", int)
+        groups = self.value("--num-query-groups", positive)
         grouped = self.has("--group-query-attention")
         if grouped and groups:
             found.put("model", {"num_kv_heads": groups}, self.show("--num-query-groups"))
+        elif grouped:
+            self.assume("model", {"num_kv_heads": 1}, "--group-query-attention", "its default of --num-query-groups")
         elif heads:
             found.put("model", {"num_kv_heads": heads}, "", "assumed", "no --group-query-attention")
             if groups:
                 found.ignore(self.show("--num-query-groups"), "without --group-query-attention", "no effect")
-        width = self.value("--kv-channels", int)
+        width = self.value("--kv-channels", positive)
         if width and hidden and heads and width * heads != hidden:
             found.put("model", {"head_dim": width}, self.show("--kv-channels"))
         elif width:
             found.ignore(self.show("--kv-channels"), "it is hidden size / heads")
+        self._pad_vocabulary()
         if self.has("--swiglu"):
             found.put("model", {"gated_ffn": True}, "--swiglu")
         else:
@@ -227,6 +292,16 @@ class _Reader:
         if kind != "rope":
             note = f"positions of {kind} cost a token less than rotary ones, and no matmul"
             found.ignore(f"--position-embedding-type {kind}", note)
+
+    def _pad_vocabulary(self) -> None:
+        """Rows are added up to a multiple of tp and of a number, unless the script says them padded."""
+        step = (self.value("--make-vocab-size-divisible-by", positive) or 128) * (
+            self.value("--tensor-model-parallel-size", positive) or 1
+        )
+        size = self.found.get("model", "vocab_size")
+        if size and size % step and "--padded-vocab-size" not in self.options:
+            padded = -(-size // step) * step
+            self.assume("model", {"vocab_size": padded}, self.show("--vocab-size"), f"padded to a multiple of {step}")
 
     def _read_norms(self) -> None:
         found = self.found
@@ -252,6 +327,14 @@ class _Reader:
 
     def _read_experts(self) -> None:
         if not self.has("--num-experts"):
+            for name in (
+                *_EXPERTS,
+                "--moe-layer-freq",
+                "--moe-router-load-balancing-type",
+                "--moe-token-dispatcher-type",
+            ):
+                if self.has(name):
+                    self.found.ignore(self.show(name), "without --num-experts", "no effect")
             return
         experts: dict[str, Any] = {}
         for name, (key, kind) in _EXPERTS.items():
@@ -273,20 +356,27 @@ class _Reader:
         if self.has("--moe-router-pre-softmax"):
             experts["normalized"] = False
         self.value("--moe-router-load-balancing-type", str)
-        self.value("--expert-tensor-parallel-size", int)
+        tp = self.value("--tensor-model-parallel-size", positive) or 1
+        if (cut := self.value("--expert-tensor-parallel-size", positive) or tp) > 1:
+            self.found.problems.append(
+                f"experts are cut by {cut} ranks of tp, which is not predicted; --expert-tensor-parallel-size 1 is"
+            )
+        if (limit := self.value("--moe-token-dispatcher-type", str)) in (None, "allgather"):
+            note = "its default is allgather" if limit is None else "predicted as alltoall"
+            self.assume("layout", {"ep_dispatcher": "alltoall"}, "--moe-token-dispatcher-type", note)
         family = "qwen3_moe" if self.found.get("model", "qk_norm") else "mixtral"
         self.found.tables["model"] |= {"experts": experts, "family": family}
 
     def _read_batch(self) -> None:
-        self.put("batch", "seq_len", "--seq-length", int)
-        self.put("batch", "global_batch", "--global-batch-size", int)
+        self.put("batch", "seq_len", "--seq-length", positive)
+        self.put("batch", "global_batch", "--global-batch-size", positive)
         if self.has("--rampup-batch-size"):
             self.found.ignore(self.show("--rampup-batch-size"), "the batch that it ends with is predicted")
 
     def _read_layout(self) -> None:
         found = self.found
         for name, key in _DEGREES.items():
-            self.put("layout", key, name, int)
+            self.put("layout", key, name, positive)
         layout = found.tables.setdefault("layout", {})
         tp, pp, cp = (layout.get(key, 1) for key in ("tp", "pp", "cp"))
         if self.has("--sequence-parallel"):
@@ -319,8 +409,8 @@ class _Reader:
 
     def _read_stages(self, pp: int) -> None:
         found, layers = self.found, self.found.get("model", "num_layers", 0)
-        virtual = self.value("--num-virtual-stages-per-pipeline-rank", int)
-        if size := self.value("--num-layers-per-virtual-pipeline-stage", int):
+        virtual = self.value("--num-virtual-stages-per-pipeline-rank", positive)
+        if size := self.value("--num-layers-per-virtual-pipeline-stage", positive):
             virtual = layers // pp // size
             if pp * virtual * size != layers:
                 found.problems.append(
@@ -346,23 +436,26 @@ class _Reader:
 
     def _read_sharding(self, ranks_of_model: int) -> None:
         found, num_gpus = self.found, self.found.num_gpus
-        copies = self.value("--num-distributed-optimizer-instances", int) or 1
+        copies = self.value("--num-distributed-optimizer-instances", positive) or 1
         sharded = self.has("--use-distributed-optimizer")
         strategy = self.value("--data-parallel-sharding-strategy", str)
         fsdp = self.has("--use-megatron-fsdp") or self.has("--use-custom-fsdp")
         dp = num_gpus // ranks_of_model if num_gpus else 0
         if num_gpus and num_gpus % ranks_of_model:
             found.problems.append(f"{num_gpus} GPUs are no multiple of tp * pp * cp = {ranks_of_model}")
-        if not dp:
-            return
         if fsdp:
             stages = {theirs: stage for stage, theirs in SHARDED.items()} | {"optim": 1, "no_shard": 1}
             zero = stages.get(strategy or "no_shard")
             if zero is None:
                 found.problems.append(f"--data-parallel-sharding-strategy {strategy} is nothing that is known here")
                 return
-            found.put("layout", {"zero": zero}, f"--data-parallel-sharding-strategy {strategy}")
-        if sharded or fsdp:
+            found.put("layout", {"zero": zero}, f"--data-parallel-sharding-strategy {strategy or 'no_shard'}")
+        if not dp:
+            found.shards = sharded or fsdp
+            found.ignore("(GPUs)", "dp is what tp, pp and cp leave of them", "assumed")
+        elif copies > 1 and dp % copies:
+            found.problems.append(f"--num-distributed-optimizer-instances {copies} does not divide dp = {dp}")
+        elif sharded or fsdp:
             found.put("layout", {"dp_shard": dp // copies, "dp_replicate": copies}, "--use-distributed-optimizer")
         else:
             self.assume("layout", {"dp_replicate": dp, "dp_shard": 1}, "", "no --use-distributed-optimizer")
@@ -370,7 +463,7 @@ class _Reader:
     def _read_recompute(self) -> None:
         found = self.found
         how = self.value("--recompute-granularity", str)
-        method, number = self.value("--recompute-method", str), self.value("--recompute-num-layers", int)
+        method, number = self.value("--recompute-method", str), self.value("--recompute-num-layers", positive)
         modules = self.options.get("--recompute-modules", []) if self.has("--recompute-modules") else []
         if self.has("--recompute-activations"):
             how = how or "selective"
@@ -387,12 +480,14 @@ class _Reader:
             return
         stages = found.get("layout", "pp", 1) * found.get("layout", "virtual_stages", 1)
         per_stage = max(1, found.get("model", "num_layers", 1) // stages)
-        if method == "block" and number and number < per_stage:
+        if method == "block" and number and number <= 0.75 * per_stage:
             every = max(2, round(per_stage / number))
             option, note = f"--recompute-method block, {number} blocks", f"{number} of {per_stage} blocks of a stage"
             found.put("layout", {"recompute": f"every-{every}"}, option, "assumed", note)
             return
         note = "several blocks keep one input" if method == "uniform" and (number or 1) > 1 else ""
+        if method == "block" and number and number < per_stage:
+            note = f"{number} of {per_stage} blocks of a stage, predicted as all"
         found.put("layout", {"recompute": "full"}, f"--recompute-granularity full, {method} {number or 1}",
                   "assumed" if note else "read", note)  # fmt: skip
 
@@ -455,7 +550,8 @@ class _Reader:
             found.rows.append(_row("--no-overlap-p2p-communication", "engine overlap_pp=false"))
         if self.has("--grad-reduce-in-bf16"):
             found.put("precision", {"reduce": "bfloat16"}, "--grad-reduce-in-bf16")
-        impl, scope = self.value("--cuda-graph-impl", str), self.value("--cuda-graph-scope", str)
+        impl = self.value("--cuda-graph-impl", str)
+        scope = self.options["--cuda-graph-scope"][0] if self.has("--cuda-graph-scope") else None
         if impl and impl != "none":
             graphs = "full" if scope == "full_iteration" or (impl == "local" and scope is None) else "attention"
             found.told["cuda_graphs"] = graphs
@@ -464,11 +560,14 @@ class _Reader:
     def _read_rest(self, name: str) -> None:
         """An option that no section has used: about something that is not predicted, or not understood."""
         what = next((what for what, names in _IGNORED.items() if re.fullmatch(names, name)), None)
-        dropout = name in ("--attention-dropout", "--hidden-dropout")
-        if what is None and not dropout:
-            self.found.problems.append(f"{name} is not understood; leave it out if it changes neither time nor memory")
+        if name in ("--attention-dropout", "--hidden-dropout"):
+            what = "dropout"
+        if what is not None:
+            self.found.ignore(self.show(name), f"about {what}")
+        elif re.fullmatch(_OTHERWISE, name):
+            self.found.ignore(self.show(name), "predicted as if it were not there", "assumed")
         else:
-            self.found.ignore(self.show(name), f"about {what or 'dropout, which is not predicted'}")
+            self.found.problems.append(f"{name} is not understood here; without it the rest can be predicted")
 
 
 def _row(option: str, ours: str) -> Row:
@@ -477,11 +576,14 @@ def _row(option: str, ours: str) -> Row:
 
 def _count_dense(pattern: str) -> int | None:
     """Dense blocks at the beginning, of a pattern such as ([0]*3+[1]*58); None for another one."""
-    bare = pattern.strip("'\"")
+    bare = re.sub(r"[\s'\"]", "", pattern)
     if bare == "1":
         return 0
-    match = re.fullmatch(r"\(?\[0\]\*(\d+)\s*\+\s*\[1\]\*(\d+)\)?", bare)
-    return int(match[1]) if match else None
+    bare = re.sub(r"^\((.*)\)(\*1)?$", r"\1", bare)
+    match = re.fullmatch(r"(?:\[0\](?:\*(\d+))?\+)?\[1\](?:\*\d+)?", bare)
+    if match is None:
+        return None
+    return int(match[1] or 1) if bare.startswith("[0]") else 0
 
 
 def read_stages(text: str) -> list[int]:
@@ -493,6 +595,8 @@ def read_stages(text: str) -> list[int]:
     bare = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), text.strip("'\"").replace(",", ""))
     stages = []
     for stage in bare.split("|"):
+        if not re.fullmatch(r"(?:[A-Za-z](?:\*\d+)?)*", stage):
+            raise InvalidConfig(f"--pipeline-model-parallel-layout {text}: {stage!r} is no stage")
         count = 0
         for letter, times in re.findall(r"([A-Za-z])(?:\*(\d+))?", stage):
             if letter not in "EtLm":

@@ -14,17 +14,18 @@ class FileReader(NamedTuple):
 
     is_ours: Callable[[str], bool]
     """True for the text of such a file."""
-    read: Callable[[str, Mapping[str, str]], Understood]
-    """The job of such a text, given values of variables; InvalidConfig for what is not understood."""
+    read: Callable[[str, Mapping[str, str], int], Understood]
+    """Job of such a text, given values of variables and a number of GPUs; InvalidConfig for what is not understood."""
 
 
 READERS = (FileReader(read_megatron.is_ours, read_megatron.read),)
 
 
-def read_program(path: Path, given: Mapping[str, str]) -> Understood | None:
+def read_program(path: Path, given: Mapping[str, str], num_gpus: int = 0) -> Understood | None:
     """The job of another program's file; None for a config of ours, or where nothing can be read.
 
-    InvalidConfig with a line for each option that is not understood.
+    `num_gpus` take the place of those that the file starts; 0 leaves them. InvalidConfig with a line for each option
+    that is not understood.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def read_program(path: Path, given: Mapping[str, str]) -> Understood | None:
     if reader is None:
         return None
     try:
-        return reader.read(text, given)
+        return reader.read(text, given, num_gpus)
     except InvalidConfig as error:
         raise InvalidConfig([f"{path}: {each}" for each in error.problems]) from None
 

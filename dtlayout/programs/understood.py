@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 How = Literal["read", "assumed", "ignored", "no effect"]
-"""Read: the file says it. Assumed: it does not, and the program's default or a usual value stands there. Ignored: it
-changes nothing that is predicted. No effect: the program does not use it either, beside what else the file says."""
+"""Part that an option plays. Read: the file says it. Assumed: a default or a usual value stands there. Ignored: it
+changes no prediction. No effect: another option of the file keeps the program from using it."""
 
 
 class Row(NamedTuple):
     """One option of a file."""
 
     option: str
-    """The program's own name of it, with its value; a variable or a word in the file's place where it says nothing."""
+    """The program's own name of it, with its value; empty where the file has no such option."""
     ours: str
     """Our key and value; empty where there is none."""
     how: How
@@ -36,6 +36,8 @@ class Understood:
     """Settings of the engine, as --engine-set takes them."""
     num_gpus: int = 0
     """GPUs that the file starts; 0 if it does not say."""
+    shards: bool = True
+    """True if data-parallel ranks share the optimizer's state."""
     gpus_per_node: int = 0
     """GPUs of a node; 0 if it does not say."""
     rows: list[Row] = field(default_factory=list)

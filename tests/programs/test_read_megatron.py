@@ -1,6 +1,7 @@
 """Scripts of Megatron-LM: each is understood field by field, and what is written is read back."""
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,16 @@ def test_each_field_of_a_script_is_understood(name):
     parse_config({**found.tables, "train": {"steps": 1}})
 
 
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_each_option_of_a_script_has_a_row(name):
+    text = (FOLDER / name).read_text()
+    shown = {word for row in read(text, {}).rows for word in row.option.split()}
+    launcher = {"--nproc_per_node", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--node_rank"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - launcher - shown <= {
+        "--decoder-first-pipeline-num-layers"
+    }
+
+
 def test_every_file_of_the_folder_is_held_against_what_it_says():
     assert {each.name for each in FOLDER.iterdir()} == set(UNDERSTOOD)
 
@@ -149,17 +160,25 @@ def test_what_has_no_effect_is_said():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (("--bf16", "--bf16 --new-thing 3"), "--new-thing is not understood; leave it out if it changes neither"),
+        (("--bf16", "--bf16 --new-thing 3"), "--new-thing is not understood here; without it"),
         (("--num-layers 80", "--num-layers $L"), "--num-layers is $L, set by no line of the script: --given L=VALUE"),
         (("--num-layers 80", "--num-layers $1"), "--num-layers is $1, argument 1 of the script: --given 1=VALUE"),
         (("--num-layers 80", "--num-layers $(cat n)"), "--num-layers is $(cat n), the output of a command, on line"),
-        (("--num-layers 80", "--num-layers eighty"), "--num-layers=eighty is no int"),
+        (("--num-layers 80", "--num-layers eighty"), "--num-layers=eighty is no whole number above 0"),
         (("--num-layers 80", "--num-layers 80 90"), "--num-layers has 2 values, and takes one"),
         (("pipeline-stage 5", "pipeline-stage 7"), "--num-layers-per-virtual-pipeline-stage 7 does not divide the 80"),
         (("TP=${TP:-8}", "TP=${TP:-3}"), "32 GPUs are no multiple of tp * pp * cp = 6"),
         (("--bf16", "--bf16 --cp-comm-type p2p+a2a"), "--cp-comm-type p2p+a2a is not"),
         (("--bf16", "--bf16 --fp8-format e4m3 --fp8-recipe own"), "--fp8-recipe own is nothing that is known here"),
         (("--optimizer adam", "--optimizer lion"), "--optimizer lion is nothing that is known here"),
+        (("TP=${TP:-8}", "TP=0"), "--tensor-model-parallel-size=0 is no whole number above 0"),
+        (("--sequence-parallel", "--sequence-parallel $MORE"), "$MORE may hold options, and is set by no line of"),
+        (("--sequence-parallel", "--sequence-parallel false"), "--sequence-parallel takes no value, and has false"),
+        (("--bf16", "--bf16 --moe-expert-capacity-factor 1.5"), "--moe-expert-capacity-factor is not understood here"),
+        (("--bf16", "--bf16 --transformer-impl local"), "--transformer-impl is not understood here"),
+        (("--bf16", "--bf16 --num-experts 8"), "experts are cut by 8 ranks of tp, which is not predicted"),
+        (("torchrun", "if true; then torchrun"), "the `if` of line"),
+        (("PARALLEL+=(--use", "[ $X ] && PARALLEL+=(--use"), "$PARALLEL may hold options, and is set behind `&&`"),
         (("backend fused", "backend local"), "--attention-backend local is nothing that is known here"),
     ],
 )  # fmt: skip
@@ -169,6 +188,87 @@ def test_what_is_not_understood_is_named(change, problem):
     with pytest.raises(InvalidConfig) as caught:
         read(text.replace(*change), {})
     assert any(problem in each for each in caught.value.problems), caught.value.problems
+
+
+def change(name: str, *pairs: tuple[str, str]) -> Understood:
+    """A file of the folder with other words, as it is read."""
+    text = (FOLDER / name).read_text()
+    for before, after in pairs:
+        assert before in text
+        text = text.replace(before, after)
+    return read(text, {})
+
+
+def test_defaults_are_those_of_the_program():
+    one = change("arrays.sh", (" --num-query-groups 8", ""))
+    assert one.get("model", "num_kv_heads") == 1
+    padded = change("arrays.sh", ("--padded-vocab-size 128256", "--vocab-size 50257"))
+    assert padded.get("model", "vocab_size") == 51200  # a multiple of 128 · tp
+    own = change("arrays.sh", ("--padded-vocab-size 128256", "--vocab-size 50257 --make-vocab-size-divisible-by 8"))
+    assert own.get("model", "vocab_size") == 50304
+    text = (FOLDER / "plain.sh").read_text().rstrip() + " --no-rope-fusion"
+    assert list_rows(text, "assumed")["--no-rope-fusion"] == "predicted as if it were not there"
+    for pattern, dense in (
+        ("'([0]*3+[1]*29)'", 3),
+        ("([0]+[1]*31)", 1),
+        ("[1]*32", 0),
+        ("1", 0),
+        ("([0]*1+[1]*31)*1", 1),
+    ):
+        found = change("experts.sh", ("--num-experts 8", f'--num-experts 8 --moe-layer-freq "{pattern}"'))
+        assert found.get("model", "experts").get("dense_layers", 0) == dense, pattern
+    with pytest.raises(InvalidConfig, match="only dense blocks before those with experts"):
+        change("experts.sh", ("--num-experts 8", "--num-experts 8 --moe-layer-freq 2"))
+
+
+@pytest.mark.parametrize(
+    ("number", "recompute"), [(1, "every-8"), (4, "every-2"), (6, "every-2"), (7, "full"), (8, "full")]
+)
+def test_recomputed_blocks_of_a_stage_become_every_nth_or_all(number, recompute):
+    found = change(
+        "cut.sh", ("--num-layers 30", "--num-layers 32"),
+        ("--recompute-num-layers 4", f"--recompute-num-layers {number}"),
+        ("--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7 ", ""),
+    )  # fmt: skip
+    assert found.get("layout", "recompute") == recompute
+
+
+def test_a_command_in_a_word_is_read_like_a_script():
+    text = (FOLDER / "fp8.sh").read_text()
+    start = text[text.index("torchrun") :].strip()
+    found = read(text.replace(start, f'COMMAND="{start}"\neval $COMMAND'), {})
+    assert found.get("layout", "cp") == 4 and found.get("precision", "matmuls") == "fp8-tensorwise"
+    bare = (FOLDER / "arguments.txt").read_text().replace("\n", " ")
+    found = read(f'C="python pretrain_gpt.py {bare}"\nsrun sh -c "cd here && $C"', {})
+    assert found.get("model", "num_layers") == 16 and found.get("optimizer", "name") == "sgd"
+
+
+def test_the_number_of_gpus_may_be_said_beside_the_script():
+    text = (FOLDER / "arrays.sh").read_text()
+    assert read(text, {}, 64).get("layout", "dp_shard") == 4
+    bare = (FOLDER / "arguments.txt").read_text()
+    assert read(bare, {}, 16).get("layout", "dp_replicate") == 16
+    fsdp = bare + " --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    assert read(fsdp, {}, 16).tables["layout"].items() >= {"zero": 3, "dp_shard": 16}.items()
+    assert read(fsdp, {}).get("layout", "zero") == 3
+
+
+def test_what_a_prediction_needs_and_a_script_does_not_say_is_asked_for(tmp_path, capsys):
+    script = tmp_path / "job.txt"
+    script.write_text("--num-layers 4 --hidden-size 256 --num-attention-heads 4 --micro-batch-size 1 --bf16")
+    assert main(["explain", str(script), "--gpu", "h100-80g-sxm"]) == 2
+    said = capsys.readouterr().err
+    for key in ("--model.vocab_size=N", "--batch.seq_len=N", "--batch.global_batch=N", "--world N"):
+        assert key in said
+    more = ["--model.vocab_size=1024", "--batch.seq_len=512", "--batch.global_batch=8", "--world", "4"]
+    assert main(["explain", str(script), "--gpu", "h100-80g-sxm", *more]) == 0
+
+
+def test_arguments_of_the_script_itself_are_told_as_unknown():
+    text = (FOLDER / "arrays.sh").read_text()
+    assert list_rows(text, "assumed")['"$@"'].startswith("options that the script itself is given are not known")
+    assert '"$@"' not in {each.option for each in read(text, {"@": "--qk-layernorm"}).rows}
+    assert read(text, {"@": "--qk-layernorm"}).get("model", "qk_norm") is True
 
 
 def test_a_value_that_is_given_takes_the_place_of_the_scripts():
