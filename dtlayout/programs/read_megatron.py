@@ -121,9 +121,7 @@ def _find_command(text: str, given: Mapping[str, str]) -> Command:
         inner = " ".join(command.words[1:]) if command.words[0] == "eval" else ""
         inner = inner or next((word for word in command.words if " --num-layers" in word), "")
         if " --num-layers" in inner:
-            found = _find_command(inner, given)
-            unknown = [word for word in command.words if isinstance(word, Unknown)]
-            return replace(found, words=(*found.words, *unknown), line=command.line)
+            return replace(_find_command(inner, given), line=command.line)
     raise InvalidConfig("no command of the script has --num-layers: give the script that says the model's sizes")
 
 

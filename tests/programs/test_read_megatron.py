@@ -239,7 +239,7 @@ def test_a_command_in_a_word_is_read_like_a_script():
     found = read(text.replace(start, f'COMMAND="{start}"\neval $COMMAND'), {})
     assert found.get("layout", "cp") == 4 and found.get("precision", "matmuls") == "fp8-tensorwise"
     bare = (FOLDER / "arguments.txt").read_text().replace("\n", " ")
-    found = read(f'C="python pretrain_gpt.py {bare}"\nsrun sh -c "cd here && $C"', {})
+    found = read(f'C="python `pwd`/pretrain_gpt.py {bare}"\nsrun --output=$LOG sh -c "cd here && $C"', {})
     assert found.get("model", "num_layers") == 16 and found.get("optimizer", "name") == "sgd"
 
 
