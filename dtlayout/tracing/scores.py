@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, Operation
 from dtlayout.models.operations import Activation, Norm, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
@@ -25,6 +26,8 @@ from dtlayout.models.tape import PLAIN, join
 from dtlayout.tracing.block_runs import BlockRunner, BlockRuns, find_key, list_saved
 from dtlayout.tracing.record import list_tensors
 
+_CHUNK = 512
+"""Tokens of the longest chunk within which code of linear attention attends."""
 _FEWEST = 31
 """Tokens of the shortest sequence that is run."""
 _MATMULS = ("bmm", "baddbmm", "mm", "addmm", "matmul", "einsum")
@@ -199,9 +202,22 @@ class ScoreMeter:
             each: {above: self._run(length, num_heads, vocabulary, each) for above, length in lengths.items() if length}
             for each in self.runner.formats
         }
+        self._check_longer(next(iter(runs.values())), num_heads, vocabulary)
         return tuple(
             self._complete(described, [*runs.values()], numbers.index(kind)) for kind, described in enumerate(kinds)
         )
+
+    def _check_longer(self, runs: Mapping[int, Sequence[MeasuredBlock]], num_heads: int, vocabulary: int) -> None:
+        """InvalidConfig if scores lie in memory in short sequences alone, as where code attends within chunks."""
+        short = runs.get(0, ())
+        if len(runs) > 1 or not any(each.scores.are_in_memory for each in short):
+            return
+        if (length := self._find_length(_CHUNK, self.longest)) <= _CHUNK:
+            return
+        long = self._run(length, num_heads, vocabulary, self.runner.formats[0])
+        for number, (before, after) in enumerate(zip(short, long, strict=True)):
+            if before.scores.are_in_memory and not after.scores.are_in_memory:
+                raise InvalidConfig(f"block {number} has scores of all pairs of tokens in short sequences alone")
 
     def _complete(
         self, described: Description, runs: Sequence[Mapping[int, Sequence[MeasuredBlock]]], number: int

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from toys import TOYS, make_config
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.trace import _list_operations
 from dtlayout.models.description import Description
 from dtlayout.models.operations import Activation, Norm
@@ -160,3 +161,14 @@ def test_passes_of_norms_and_activations_are_counted(traces):
     gated = next(each for each in traces["llama"].kinds[0].block if isinstance(each, Activation))
     assert gated.moves == (4 + 6, 8 + 12)
     assert replace(gated, own=-1).record(PLAIN)[0].moves == (0.0, 0.0)
+
+
+def test_scores_of_short_sequences_alone_are_those_of_chunks_and_refused():
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 96, "intermediate_size": 48, "num_local_experts": 2, "layer_types": ["linear_attention"] * 2,
+    }  # fmt: skip
+    config = make_config("minimax", **sizes)
+    assert config.block_size == 256
+    with pytest.raises(InvalidConfig, match="block 0 has scores of all pairs of tokens in short sequences alone"):
+        trace_config({**config.to_dict(), "model_type": "minimax"})
