@@ -167,6 +167,7 @@ def test_scores_of_short_sequences_alone_are_those_of_chunks_and_refused():
     sizes = {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "vocab_size": 96, "intermediate_size": 48, "num_local_experts": 2, "layer_types": ["linear_attention"] * 2,
+        "max_position_embeddings": 4096,
     }  # fmt: skip
     config = make_config("minimax", **sizes)
     assert config.block_size == 256
