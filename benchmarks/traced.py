@@ -386,11 +386,13 @@ def print_defaults(folder: Path) -> None:
     counts = Counter(each.how for each in found)
     same = sum(each.how != "refused" and not each.note for each in found)
     reasons = Counter(_sort_reason(each.note) for each in found if each.how == "refused")
+    num_decoders = len(found) - sum(number for why, number in reasons.items() if why != _OTHER)
     print("## Every causal model by its defaults\n")
     print(
         f"transformers has {len(found)} causal models whose classes can be built by their own defaults. Of the\n"
         f"config.json that these write, {counts['described']} are described and {counts['traced']} traced, {same} of "
-        f"them with the parameters of\nthe class to the last one; {counts['refused']} are refused.\n"
+        f"them with the parameters of\nthe class to the last one; {counts['refused']} are refused. Of the {num_decoders} "
+        f"that are decoders {len(found) - counts['refused']} are planned.\n"
     )
     print(
         *table(["refused since", "families"], [[why, str(n)] for why, n in reasons.most_common()], num_words=1),
