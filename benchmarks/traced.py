@@ -391,8 +391,8 @@ def print_defaults(folder: Path) -> None:
     print(
         f"transformers has {len(found)} causal models whose classes can be built by their own defaults. Of the\n"
         f"config.json that these write, {counts['described']} are described and {counts['traced']} traced, {same} of "
-        f"them with the parameters of\nthe class to the last one; {counts['refused']} are refused. Of the {num_decoders} "
-        f"that are decoders {len(found) - counts['refused']} are planned.\n"
+        f"them with the parameters of\nthe class to the last one; {counts['refused']} are refused. "
+        f"Of the {num_decoders} that are decoders {len(found) - counts['refused']} are planned.\n"
     )
     print(
         *table(["refused since", "families"], [[why, str(n)] for why, n in reasons.most_common()], num_words=1),
