@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,12 +48,11 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
 
 def _read_other(found: Understood, path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
     """The case of a file of another program, predicted for that program, and on as many GPUs as it starts."""
-    tables = deepcopy(found.tables)
+    tables = found.tables
     override(tables, overrides)
     tables.setdefault("train", {})["steps"] = PLANNED_STEPS
     _check_said(found, tables, path)
-    own = vars(options)
-    asked = argparse.Namespace(**own)
+    asked = argparse.Namespace(**vars(options))
     if asked.engine == OWN_ENGINE:
         asked.engine = found.engine
     said = {each.partition("=")[0] for each in asked.engine_set}

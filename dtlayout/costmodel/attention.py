@@ -51,7 +51,7 @@ def scores_of(scenario: Scenario, kernels: Kernels) -> ScoreBytes:
 
 
 def holds_scores(scenario: Scenario, kernels: Kernels) -> bool:
-    """Whether each score lies in memory: of a model's own attention, or of a kernel of separate operations."""
+    """True if each score lies in memory: of a model's own attention, or of a kernel of separate operations."""
     return scores_of(scenario, kernels).are_in_memory or find_kernel(AttentionKernel, kernels.attention).holds_scores
 
 

@@ -349,12 +349,12 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
     return broken
 
 
-def find_kept_whole(model: ModelShape) -> frozenset[str]:
+def find_kept_whole(engine: Engine, model: ModelShape) -> frozenset[str]:
     """Axes over which our trainer does not split a model that it trains, methods of cp that don't go, and
-    "sequence_parallel" if not that either; empty for a model that is described, and of one that is predicted alone
-    those over which no program splits it."""
+    "sequence_parallel" if not that either; empty for a model that is described, and of one that is predicted alone, or
+    for another program, those over which no program splits it."""
     whole = find_whole(model)
-    if model.family != FAMILY or "training" in whole:
+    if model.family != FAMILY or engine.name != OWN_ENGINE or "training" in whole:
         return frozenset({"tp", "cp"} if find_state(model) else ())
     return frozenset({"tp_overlap", "ep", *whole})
 

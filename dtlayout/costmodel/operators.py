@@ -42,12 +42,17 @@ def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
 def state_s(scenario: Scenario, state: Mixer) -> float:
     """Seconds of a token in the matmuls and convolutions of a state, in forward: by their FLOPs in each format, or by
     the bytes that they move. Its passes are no part of it."""
-    constants, gpu, size = scenario.engine.constants, scenario.cluster.gpu, activation_size(scenario)
+    constants, gpu = scenario.engine.constants, scenario.cluster.gpu
     efficiency = constants.matmul_efficiency * constants.matmul_share
     exact_peak = gpu.peak_fp32_flops_per_s or gpu.peak_flops_per_s
     flops_s = (state.flops / matrix_flops_per_s(scenario) + state.exact_flops / exact_peak) / efficiency
-    moved = state.product_moves[0] if size <= 2 else state.product_moves[1] * size / 4
-    return max(flops_s, pass_s(scenario, moved))
+    return max(flops_s, pass_s(scenario, choose_moved(scenario, state.product_moves)))
+
+
+def choose_moved(scenario: Scenario, moves: tuple[float, float]) -> float:
+    """Bytes in the scenario's format, of those in a format of two bytes and in fp32; fp64 moves twice as many."""
+    size = activation_size(scenario)
+    return moves[0] if size <= 2 else moves[1] * size / 4
 
 
 def matrix_flops_per_s(scenario: Scenario) -> float:

@@ -7,6 +7,7 @@ Every step of a block's tape that is no matmul, no attention and no message is a
 from functools import lru_cache
 from itertools import zip_longest
 
+from dtlayout.costmodel.operators import choose_moved
 from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
@@ -99,31 +100,26 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
         if entry.kind in _WITHOUT_PASSES or (entry.kind == "activation" and entry.continues):
             continue  # the second half of an activation is priced with the first
         if entry.kind == "mixer":
-            total += 3 * find_moved(entry, scenario) * entry.makes[0].width
+            total += 3 * choose_moved(scenario, entry.moves) * entry.makes[0].width
             continue
         tensor, price = entry.reads[0], moved[entry.kind]
         if any(entry.moves) and not kernels.compiles_blocks:
             tensor = entry.makes[0]
             if entry.kind == "norm":
-                price = width_traffic + per_norm_byte * max(0.0, find_moved(entry, scenario) - widening * _PASS_BYTES)
+                more = max(0.0, choose_moved(scenario, entry.moves) - widening * _PASS_BYTES)
+                price = width_traffic + per_norm_byte * more
             else:
                 is_gated = tensor.width < sum(each.width for each in entry.reads) or (after and after.continues)
                 usual = widening * (_GATED_BYTES if is_gated else _PASS_BYTES)
-                price += 3 * max(0.0, find_moved(entry, scenario) - usual)
+                price += 3 * max(0.0, choose_moved(scenario, entry.moves) - usual)
         total += price * tensor.width / ranks[tensor.spread]
     return total
 
 
 def is_rope_fused(scenario: Scenario, kernels: Kernels) -> bool:
-    """Whether the rotary embedding is one kernel; a traced model has its own code, which a compiler alone fuses."""
+    """True if the rotary embedding is one kernel; a traced model has its own code, which a compiler alone fuses."""
     fused = find_kernel(RopeKernel, kernels.rope).is_fused and not scenario.model.trace
     return fused or kernels.compiles_blocks
-
-
-def find_moved(entry: TapeEntry, scenario: Scenario) -> float:
-    """Bytes that the forward of a model's own code moves for each element, in the scenario's format."""
-    size = activation_size(scenario)
-    return entry.moves[0] if size <= 2 else entry.moves[1] * size / 4
 
 
 def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -217,7 +213,7 @@ def permuted_bytes(scenario: Scenario, layout: Layout) -> float:
 
 
 def has_eager_norms(kernels: Kernels) -> bool:
-    """Whether each operation of a norm that `kernels.norm` computes is a pass of its own."""
+    """True if each operation of a norm that `kernels.norm` computes is a pass of its own."""
     return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
 
 
@@ -228,4 +224,6 @@ def count_eager_norms(scenario: Scenario, kernels: Kernels, tape: tuple[TapeEntr
         return 0
     widening = activation_size(scenario) / 2
     of_kernel = has_eager_norms(kernels)
-    return sum(find_moved(each, scenario) > widening * _PASS_BYTES if any(each.moves) else of_kernel for each in norms)
+    return sum(
+        choose_moved(scenario, each.moves) > widening * _PASS_BYTES if any(each.moves) else of_kernel for each in norms
+    )

@@ -66,7 +66,7 @@ class Description:
     beside_head: tuple[Weight, ...] = ()
     """Further weights after the blocks, such as the head's bias."""
     caps_logits: bool = False
-    """Whether a softcap bounds logits; its backward keeps a tensor as large."""
+    """True if a softcap bounds logits; its backward keeps a tensor as large."""
 
     @property
     def before_blocks(self) -> tuple[Weight, ...]:

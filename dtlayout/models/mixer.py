@@ -42,7 +42,7 @@ class Mixer(BaseOperation):
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of its parameters: a convolution's, the decay, vectors."""
     trains: bool = True
-    """Whether these are trained."""
+    """True if its parameters are trained."""
     flops: float = 0.0
     """FLOPs of a token's matmuls and convolutions in the compute format, in forward; matmuls by a weight of the block
     are not among them."""

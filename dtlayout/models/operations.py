@@ -456,7 +456,7 @@ class Elementwise(BaseOperation):
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of vectors that it reads."""
     trains: bool = True
-    """Whether these are trained."""
+    """True if these vectors are trained."""
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]

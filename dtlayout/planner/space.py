@@ -61,7 +61,6 @@ from dtlayout.costmodel.scenario import (
     find_update_problems,
     known_kernels,
 )
-from dtlayout.models.traced import find_state
 from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from dtlayout.spec.context_parallel import DEFAULT_CONTEXT_METHOD
 from dtlayout.spec.kernel_records import Kernel
@@ -161,10 +160,7 @@ class Space:
     def _kept_whole(self) -> Collection[str]:
         """Axes over which our trainer does not split this model, and other features of layouts that it allows not; of
         another program those over which no program does."""
-        model, engine = self.scenario.model, self.scenario.engine
-        if engine.name != OWN_ENGINE:
-            return ("tp", "cp") if find_state(model) else ()
-        return find_kept_whole(model)
+        return find_kept_whole(self.scenario.engine, self.scenario.model)
 
     @cached_property
     def degrees(self) -> list[Degrees]:

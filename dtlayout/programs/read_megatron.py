@@ -449,7 +449,6 @@ class _Reader:
                 return
             found.put("layout", {"zero": zero}, f"--data-parallel-sharding-strategy {strategy or 'no_shard'}")
         if not dp:
-            found.shards = sharded or fsdp
             found.ignore("(GPUs)", "dp is what tp, pp and cp leave of them", "assumed")
         elif copies > 1 and dp % copies:
             found.problems.append(f"--num-distributed-optimizer-instances {copies} does not divide dp = {dp}")

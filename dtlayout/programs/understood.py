@@ -36,8 +36,6 @@ class Understood:
     """Settings of the engine, as --engine-set takes them."""
     num_gpus: int = 0
     """GPUs that the file starts; 0 if it does not say."""
-    shards: bool = True
-    """True if data-parallel ranks share the optimizer's state."""
     gpus_per_node: int = 0
     """GPUs of a node; 0 if it does not say."""
     rows: list[Row] = field(default_factory=list)

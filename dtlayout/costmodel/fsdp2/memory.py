@@ -116,14 +116,12 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
         return Sizes(scenario.kinds.get(kind, scenario), layout, kernels, ends_gradients=ends_gradients)
 
     make = cache(partial(_Stage, scenario.model, layout, sizes, UnitBytes(scenario, layout)))
-    every = Recompute.parse(layout.recompute).every or 1
+    every, is_alike = Recompute.parse(layout.recompute).every or 1, len({*scenario.model.block_kinds}) < 2
     num_first = scenario.model.num_first
 
     def to_stage(chunk: StageSlice) -> _Stage:
         start = chunk.layers.start
-        if (
-            start >= num_first and len({*scenario.model.block_kinds}) < 2
-        ):  # where blocks begin then says no more than which are recomputed
+        if is_alike and start >= num_first:  # where blocks begin then says no more than which are recomputed
             start = num_first + (start - num_first) % every
         return make(StageSlice(range(start, start + len(chunk.layers)), chunk.embedding, chunk.head))
 
