@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
-from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
+from dtlayout.commands.arguments import MODELS, add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
 from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.commands.read import add_given
 from dtlayout.config.checking import check_layout
@@ -62,17 +62,20 @@ def _read_other(found: Understood, path: Path, overrides: Sequence[str], options
     return _make(parse_config(tables), dict(tables.get("precision", {})), asked)
 
 
-_NEEDED = {
-    ("model", "vocab_size"): "rows of the vocabulary, which its tokenizer may say",
-    ("batch", "seq_len"): "tokens of a sequence",
-    ("batch", "global_batch"): "sequences of a step",
-}
+_NEEDED = {("batch", "seq_len"): "tokens of a sequence", ("batch", "global_batch"): "sequences of a step"}
 """Section and key that a prediction needs → what it says."""
 
 
 def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> None:
     """InvalidConfig with a line for each number that a file of another program does not say."""
-    missing = [
+    model, missing = tables.get("model", {}), list[str]()
+    if not model:
+        missing.append(f"{path} does not say the sizes of the model: --model M does, with {MODELS}")
+    elif "hidden_size" in model and "vocab_size" not in model:
+        missing.append(
+            f"{path} does not say the rows of the vocabulary, which its tokenizer may say: --model.vocab_size=N does"
+        )
+    missing += [
         f"{path} does not say the {what}: --{section}.{key}=N does"
         for (section, key), what in _NEEDED.items()
         if key not in tables.get(section, {})

@@ -7,8 +7,8 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
 from dtlayout.base.formatting import align
-from dtlayout.commands.arguments import show
-from dtlayout.programs.reading import parse_given, read_program
+from dtlayout.commands.arguments import add_world, show
+from dtlayout.programs.reading import READERS, parse_given, read_program
 from dtlayout.programs.understood import Understood
 
 EXAMPLE = "dtlayout read train.sh --given NNODES=8 --output job.toml"
@@ -16,8 +16,9 @@ EXAMPLE = "dtlayout read train.sh --given NNODES=8 --output job.toml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the file, values of its variables, and the config to write."""
-    parser.add_argument("file", type=Path, help="a script with the arguments of Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("file", type=Path, help="another program's file: " + ", ".join(each.title for each in READERS))
     add_given(parser)
+    add_world(parser)
     parser.add_argument("--output", metavar="FILE", type=Path, help="our config of the job, which explain takes")
 
 
@@ -29,9 +30,10 @@ def add_given(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print how each option is understood; refuse a file that is not."""
-    found = read_program(options.file, parse_given(options.given))
+    found = read_program(options.file, parse_given(options.given), options.world or 0)
     if found is None:
-        raise InvalidConfig(f"{options.file} is no file of a program that is read here: Megatron-LM's script is")
+        known = ", ".join(each.title for each in READERS)
+        raise InvalidConfig(f"{options.file} is no file of a program that is read here; read are {known}")
     if options.output:
         write(options.output, to_toml(found), "the config")
     document = {
@@ -55,7 +57,6 @@ def _list_lines(found: Understood) -> list[str]:
         (each.option or "(not said)", each.ours or "-", ": ".join(filter(None, (words[each.how], each.note))))
         for each in found.rows
     ]
-    gpus = (
-        f"{found.num_gpus} GPUs, {found.gpus_per_node} a node" if found.num_gpus else "GPUs are not said: give --world"
-    )
-    return [f"{found.title}, {gpus}", "", *align([("option", "ours", ""), *rows])]
+    gpus = f"{found.num_gpus} GPUs" if found.num_gpus else "GPUs are not said: give --world"
+    gpus += f", {found.gpus_per_node} a node" if found.num_gpus and found.gpus_per_node else ""
+    return [f"{found.title}, {gpus}", "", *align([("option", "ours", ""), *rows], ("<", "<", "<"))]

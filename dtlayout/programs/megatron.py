@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import ceil, gcd
+from typing import Any
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
@@ -26,6 +27,33 @@ CONTEXT = {"ring": "p2p", "gather": "allgather", "all-to-all": "a2a"}
 """Our method of attention over cp → --cp-comm-type."""
 SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO stage → --data-parallel-sharding-strategy."""
+TOGETHER = tuple(
+    map(
+        frozenset,
+        (
+            {"--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage",
+             "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers",
+             "--decoder-last-pipeline-num-layers", "--no-overlap-p2p-communication"},
+            {"--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules",
+             "--recompute-activations"},
+            {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+             "--num-distributed-optimizer-instances", "--use-megatron-fsdp", "--use-custom-fsdp",
+             "--data-parallel-sharding-strategy", "--ckpt-format"},
+            {"--attention-backend", "--use-flash-attn"}, {"--fp16", "--bf16"},
+            {"--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe"},
+            {"--moe-token-dispatcher-type", "--moe-enable-deepep", "--overlap-moe-expert-parallel-comm"},
+            {"--cuda-graph-impl", "--cuda-graph-scope"},
+        ),
+    )
+)  # fmt: skip
+"""Options that say one thing together."""
+CHOSEN = sorted(
+    {name for names in TOGETHER for name in names}
+    | {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--cp-comm-type",
+       "--micro-batch-size", "--global-batch-size", "--sequence-parallel", "--tp-comm-overlap",
+       "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--grad-reduce-in-bf16"}
+)  # fmt: skip
+"""Options that all but the model may decide."""
 _BALANCE_LOSS = 0.01
 """Coefficient of the balance loss in published scripts."""
 
@@ -33,17 +61,9 @@ _BALANCE_LOSS = 0.01
 def write(job: Job) -> Arguments:
     """The script; InvalidConfig or InvalidLayout for a part that Megatron lacks, or that is not written here."""
     _check(job)
-    recompute, gaps = _recompute(job)
-    backend, unknown = choose("kernels.attention", job.estimate.kernels.attention, ATTENTION, "auto")
-    matmuls = job.scenario.precision.matmuls
-    if job.scenario.precision.matmul_format and matmuls not in MATMULS:
-        gaps.append(f"precision.matmuls={matmuls} is nothing that it has: bf16 is written instead")
-    gaps += unknown + job.odd_state() + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
-    groups = [
-        _model(job), _latent_attention(job), _experts(job), _degrees(job), _data_parallel(job), recompute,
-        _formats(job), _graphs(job),
-        MATMULS.get(matmuls, ()), ["--attention-backend", backend], _training(job),
-    ]  # fmt: skip
+    chosen, gaps = _choose(job)
+    gaps += job.odd_state() + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
+    groups = [_model(job), _latent_attention(job), _experts(job), chosen, _training(job)]
     lines = [line for group in groups for line in _one_an_option(group)]
     uses_fsdp = "--use-megatron-fsdp" in _data_parallel(job)
     # tp and cp count on the order in which one queue starts kernels; Megatron-FSDP refuses that.
@@ -55,6 +75,30 @@ def write(job: Job) -> Arguments:
     ]  # fmt: skip
     meeting = "RENDEZVOUS=HOST:PORT " if "RENDEZVOUS" in torchrun else ""
     return Arguments(body, f"{meeting}bash FILE, in a checkout of Megatron-LM", gaps)
+
+
+def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
+    """Options that all but the model decides, each with its words, and gaps; None stands for one that is left out."""
+    words, gaps = _choose(job)
+    options: dict[str, Any] = dict.fromkeys(CHOSEN)
+    for line in _one_an_option(words):
+        name, *values = line.split(" ")
+        options[name] = values
+    return options, gaps
+
+
+def _choose(job: Job) -> tuple[list[str], list[str]]:
+    """Words of the options that all but the model decides, and gaps."""
+    recompute, gaps = _recompute(job)
+    backend, unknown = choose("kernels.attention", job.estimate.kernels.attention, ATTENTION, "auto")
+    matmuls = job.scenario.precision.matmuls
+    if job.scenario.precision.matmul_format and matmuls not in MATMULS:
+        gaps.append(f"precision.matmuls={matmuls} is nothing that it has: bf16 is written instead")
+    groups = [
+        _degrees(job), _expert_parallel(job), _data_parallel(job), recompute, _formats(job), _graphs(job),
+        MATMULS.get(matmuls, ()), ["--attention-backend", backend],
+    ]  # fmt: skip
+    return [word for group in groups for word in group], gaps + unknown
 
 
 def split_stages(stage_layers: Sequence[int]) -> str:
@@ -137,14 +181,13 @@ def _latent_attention(job: Job) -> list[str]:
 
 
 def _experts(job: Job) -> list[str]:
-    """Arguments for the experts and for ep; tp does not split experts, but shares out the tokens."""
-    model, layout = job.model, job.layout
+    """Arguments for the experts."""
+    model = job.model
     if (experts := model.experts) is None:
         return []
     options = [
         "--num-experts", f"{experts.number}", "--moe-router-topk", f"{experts.per_token}",
         "--moe-ffn-hidden-size", f"{experts.ffn_size}", "--moe-grouped-gemm", "--moe-permute-fusion",
-        "--expert-model-parallel-size", f"{layout.ep}", "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
     options += _router(experts)
     if experts.shared_ffn_size:
@@ -152,6 +195,15 @@ def _experts(job: Job) -> list[str]:
     if experts.dense_layers:
         pattern = f"'([0]*{experts.dense_layers}+[1]*{model.num_layers - experts.dense_layers})'"
         options += ["--moe-layer-freq", pattern]
+    return options
+
+
+def _expert_parallel(job: Job) -> list[str]:
+    """Arguments for ep; tp does not split experts, but shares out the tokens."""
+    layout = job.layout
+    if job.model.experts is None:
+        return []
+    options = ["--expert-model-parallel-size", f"{layout.ep}", "--expert-tensor-parallel-size", "1"]
     if layout.sends_tokens_once:
         options += ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
     else:
@@ -284,5 +336,6 @@ def _one_an_option(words: Sequence[str]) -> Iterator[str]:
 
 MEGATRON = Program(
     engine="megatron", title="Megatron-LM", version="commit 000c4ac24f",
-    parser="megatron/training/arguments.py", write=write, first_line="#!/usr/bin/env bash",
+    parser="megatron/training/arguments.py", write=write, options=choose_options, together=TOGETHER,
+    first_line="#!/usr/bin/env bash",
 )  # fmt: skip

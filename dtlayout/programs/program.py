@@ -108,8 +108,31 @@ class Program:
     """File of that version that reads the options."""
     write: Callable[[Job], Arguments]
     """Function that writes the arguments of a job."""
+    options: Callable[[Job], tuple[dict[str, Any], list[str]]] | None = None
+    """Function that says the options which all but the model decides, by their names as a reader has them, and gaps;
+    None stands for an option that is left out. Two jobs differ in a file as their options do."""
+    together: tuple[frozenset[str], ...] = ()
+    """Options that say one thing together: where one of them is changed, others of a file are taken out that the change
+    does not have."""
     first_line: str = ""
     """Line above the comments."""
+
+
+def nest(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of options by dotted name, without those that are None.
+
+    >>> nest({"training.steps": 3, "training.seq_len": None, "compile.enable": True})
+    {'training': {'steps': 3}, 'compile': {'enable': True}}
+    """
+    tables: dict[str, Any] = {}
+    for name, value in options.items():
+        *path, last = name.split(".")
+        if value is not None:
+            table = tables
+            for key in path:
+                table = table.setdefault(key, {})
+            table[last] = value
+    return tables
 
 
 def name_stages(

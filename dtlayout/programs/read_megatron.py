@@ -11,22 +11,23 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.programs.megatron import ATTENTION, CONTEXT, MATMULS, MEGATRON, SHARDED
+from dtlayout.programs.options import OptionReader, positive, real, string, whole
 from dtlayout.programs.shell import Command, Unknown, read_commands
-from dtlayout.programs.understood import Row, Understood
+from dtlayout.programs.understood import OtherFile, Row, Understood
 
 _SIZES: Mapping[str, str] = {
     "--num-layers": "num_layers", "--hidden-size": "hidden_size", "--ffn-hidden-size": "ffn_size",
     "--num-attention-heads": "num_heads", "--vocab-size": "vocab_size", "--padded-vocab-size": "vocab_size",
 }  # fmt: skip
 """Option → size of the model."""
-_EXPERTS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "--num-experts": ("number", int), "--moe-router-topk": ("per_token", int),
-    "--moe-ffn-hidden-size": ("ffn_size", int),
-    "--moe-shared-expert-intermediate-size": ("shared_ffn_size", int),
-    "--moe-router-score-function": ("score", str), "--moe-router-num-groups": ("groups", int),
-    "--moe-router-group-topk": ("groups_per_token", int), "--moe-router-topk-scaling-factor": ("scale", float),
-    "--moe-router-bias-update-rate": ("bias_rate", float), "--moe-z-loss-coeff": ("z_loss", float),
-    "--moe-aux-loss-coeff": ("balance_loss", float),
+_EXPERTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "--num-experts": ("number", whole), "--moe-router-topk": ("per_token", whole),
+    "--moe-ffn-hidden-size": ("ffn_size", whole),
+    "--moe-shared-expert-intermediate-size": ("shared_ffn_size", whole),
+    "--moe-router-score-function": ("score", string), "--moe-router-num-groups": ("groups", whole),
+    "--moe-router-group-topk": ("groups_per_token", whole), "--moe-router-topk-scaling-factor": ("scale", real),
+    "--moe-router-bias-update-rate": ("bias_rate", real), "--moe-z-loss-coeff": ("z_loss", real),
+    "--moe-aux-loss-coeff": ("balance_loss", real),
 }  # fmt: skip
 _DEGREES: Mapping[str, str] = {
     "--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp", "--context-parallel-size": "cp",
@@ -69,6 +70,7 @@ _IGNORED: Mapping[str, str] = {
     "how ranks meet": r"--(distributed-backend|distributed-timeout-minutes|local-rank|lazy-mpu-init|use-mcore-models"
     r"|use-legacy-models|no-async-tensor-.*|manual-gc.*|no-check-for-nan.*|check-for-nan.*"
     r"|rerun-mode|enable-experimental|nccl-.*|use-tp-pp-dp-mapping|disable-straggler.*|high-priority-stream-groups)",
+    "dropout": r"--(attention|hidden)-dropout",
     "what its blocks do alike": r"--(no-position-embedding|ddp-num-.*|ddp-bucket-size|ddp-average-.*|tp-comm-.*-.*"
     r"|bias-.*-fusion|use-fused-.*|moe-grouped-gemm|moe-permute-fusion|moe-router-fusion|moe-router-dtype"
     r"|moe-per-layer-logging|moe-input-jitter-eps|attention-softmax-in-fp32|use-rotary-.*|position-.*"
@@ -79,28 +81,23 @@ _IGNORED: Mapping[str, str] = {
 """Subject of options that change no prediction here → a pattern of their names."""
 
 
-def read(text: str, given: Mapping[str, str], num_gpus: int = 0) -> Understood:
-    """The job of a script or of a list of arguments; `given` are values of its variables.
-
-    `num_gpus` take the place of those that the script starts; 0 leaves them. InvalidConfig with a line for each option
-    that is not understood, or whose value the file alone does not say.
-    """
-    command = _find_command(text, given)
+def read(file: OtherFile) -> Understood:
+    """The job of a script or of a list of arguments; InvalidConfig with a line for each option that is not understood,
+    or whose value the file alone does not say."""
+    command = _find_command(file.text, file.given)
     found = Understood(MEGATRON.engine, MEGATRON.title)
     options, ranks = _split(command, found)
-    _Reader(found, options, ranks, num_gpus).read()
+    MegatronReader(found, options, ranks, file.num_gpus).read()
     if command.passes_arguments:
         found.ignore(
             '"$@"', "options that the script itself is given are not known: --given @='…' says them", "assumed"
         )
-    if found.problems:
-        raise InvalidConfig(list(dict.fromkeys(found.problems)))
     return found
 
 
-def is_ours(text: str) -> bool:
+def is_ours(file: OtherFile) -> bool:
     """True for a text with arguments of Megatron-LM."""
-    return "--num-layers" in text or "pretrain_gpt.py" in text
+    return "--num-layers" in file.text or "pretrain_gpt.py" in file.text
 
 
 def _find_command(text: str, given: Mapping[str, str]) -> Command:
@@ -159,20 +156,12 @@ def _pair(words: Sequence[str], found: Understood | None) -> Iterator[tuple[str,
         yield name, values
 
 
-def positive(text: str) -> int:
-    """A whole number above 0; ValueError for another text."""
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
+class MegatronReader(OptionReader):
+    """Reads Megatron-LM's options, each with the list of its words."""
 
-
-_KINDS: Mapping[Any, str] = {positive: "whole number above 0", int: "whole number", float: "number"}
-
-
-class _Reader:
     def __init__(self, found: Understood, options: Mapping[str, list[str]], ranks: Mapping[str, str], num_gpus: int):
-        self.found, self.options, self.ranks, self.num_gpus = found, options, ranks, num_gpus
-        self.used: set[str] = set()
+        super().__init__(found, options)
+        self.ranks, self.num_gpus = ranks, num_gpus
 
     def read(self) -> None:
         """Fill the value that was given, section by section."""
@@ -184,58 +173,27 @@ class _Reader:
         self._read_formats()
         self._read_optimizer()
         self._read_engine()
-        shown = {word for row in self.found.rows for word in row.option.split()}
-        for name in self.options:
-            if name not in self.used:
-                self._read_rest(name)
-            elif name not in shown:
-                self.found.ignore(self.show(name), "as predicted", "read")
-
-    # Values
+        self.read_rest(_IGNORED, _OTHERWISE)
 
     def has(self, name: str) -> bool:
-        """True if the option is there, which is then used."""
-        if name in self.options:
-            self.used.add(name)
-            if name in _FLAGS and self.options[name]:
-                self.found.problems.append(f"{name} takes no value, and has {' '.join(self.options[name])}")
-        return name in self.options
+        """True if the option is there, which is then used; a flag with a value is a problem."""
+        if not super().has(name):
+            return False
+        if name in _FLAGS and self.options[name]:
+            self.found.problems.append(f"{name} takes no value, and has {' '.join(self.options[name])}")
+        return True
 
-    def value(self, name: str, kind: Callable[[str], Any]) -> Any:
-        """The option's value; None where it is not there, or not known, which is a problem then."""
-        if not self.has(name):
-            return None
+    def one(self, name: str) -> Any:
+        """The word of an option that has one; None otherwise, which is a problem then."""
         words = self.options[name]
         if len(words) != 1:
             self.found.problems.append(f"{name} has {len(words)} values, and takes one")
             return None
-        (word,) = words
-        if isinstance(word, Unknown):
-            how = f"--given {word.variable}=VALUE says it" if word.variable else "write a number there"
-            self.found.problems.append(f"{name} is {word}, {word.reason}: {how}")
-            return None
-        try:
-            return kind(word)
-        except ValueError:
-            self.found.problems.append(f"{name}={word} is no {_KINDS.get(kind, kind.__name__)}")
-            return None
+        return self.known(name, words[0])
 
     def show(self, name: str) -> str:
         """The option as the file has it."""
         return " ".join([name, *self.options[name]])
-
-    def put(self, section: str, key: str, name: str, kind: Callable[[str], Any]) -> Any:
-        """Note an option that is one of our keys; None where it is not there."""
-        value = self.value(name, kind)
-        if value is not None:
-            self.found.put(section, {key: value}, self.show(name))
-        return value
-
-    def assume(self, section: str, values: Mapping[str, Any], what: str, note: str) -> None:
-        """Note what the file does not say."""
-        self.found.put(section, values, what, "assumed", note)
-
-    # Sections
 
     def _read_ranks(self) -> None:
         counts = []
@@ -283,10 +241,10 @@ class _Reader:
         tied = not self.has("--untie-embeddings-and-output-weights")
         found.put("model", {"tied_embeddings": tied}, "" if tied else "--untie-embeddings-and-output-weights",
                   "assumed" if tied else "read", "its default" if tied else "")  # fmt: skip
-        base = self.value("--rotary-base", float)
+        base = self.value("--rotary-base", real)
         if base:
             found.put("model", {"rope_theta": base}, self.show("--rotary-base"))
-        kind = self.value("--position-embedding-type", str) or "learned_absolute"
+        kind = self.value("--position-embedding-type", string) or "learned_absolute"
         if kind != "rope":
             note = f"positions of {kind} cost a token less than rotary ones, and no matmul"
             found.ignore(f"--position-embedding-type {kind}", note)
@@ -303,10 +261,10 @@ class _Reader:
 
     def _read_norms(self) -> None:
         found = self.found
-        norm = self.value("--normalization", str) or "LayerNorm"
+        norm = self.value("--normalization", string) or "LayerNorm"
         if norm != "RMSNorm":
             found.ignore(f"--normalization {norm}", "a norm's time and memory are those of an RMSNorm here")
-        self.put("model", "norm_eps", "--norm-epsilon", float)
+        self.put("model", "norm_eps", "--norm-epsilon", real)
         self._read_scaling()
         if self.has("--disable-bias-linear"):
             found.ignore("--disable-bias-linear", "our blocks have no biases either")
@@ -319,7 +277,7 @@ class _Reader:
 
     def _read_scaling(self) -> None:
         if self.has("--use-rope-scaling"):
-            factor = self.value("--rope-scaling-factor", float) or 8.0
+            factor = self.value("--rope-scaling-factor", real) or 8.0
             scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 8192}
             self.found.put("model", {"rope_scaling": scaling}, "--use-rope-scaling")
 
@@ -341,7 +299,7 @@ class _Reader:
                 self.found.rows.append(_row(self.show(name), f"model.experts.{key}={value}"))
         experts.setdefault("per_token", 2)
         experts.setdefault("ffn_size", self.found.get("model", "ffn_size"))
-        pattern = self.value("--moe-layer-freq", str)
+        pattern = self.value("--moe-layer-freq", string)
         if pattern:
             dense = _count_dense(pattern)
             if dense is None:
@@ -353,13 +311,13 @@ class _Reader:
             experts["correction_bias"] = True
         if self.has("--moe-router-pre-softmax"):
             experts["normalized"] = False
-        self.value("--moe-router-load-balancing-type", str)
+        self.value("--moe-router-load-balancing-type", string)
         tp = self.value("--tensor-model-parallel-size", positive) or 1
         if (cut := self.value("--expert-tensor-parallel-size", positive) or tp) > 1:
             self.found.problems.append(
                 f"experts are cut by {cut} ranks of tp, which is not predicted; --expert-tensor-parallel-size 1 is"
             )
-        if (limit := self.value("--moe-token-dispatcher-type", str)) in (None, "allgather"):
+        if (limit := self.value("--moe-token-dispatcher-type", string)) in (None, "allgather"):
             note = "its default is allgather" if limit is None else "predicted as alltoall"
             self.assume("layout", {"ep_dispatcher": "alltoall"}, "--moe-token-dispatcher-type", note)
         family = "qwen3_moe" if self.found.get("model", "qk_norm") else "mixtral"
@@ -385,7 +343,7 @@ class _Reader:
             self.assume("layout", {"sequence_parallel": False}, "", "no --sequence-parallel")
         if self.has("--tp-comm-overlap"):
             found.put("layout", {"tp_overlap": True}, "--tp-comm-overlap")
-        if method := self.value("--cp-comm-type", str):
+        if method := self.value("--cp-comm-type", string):
             names = {theirs: ours for ours, theirs in CONTEXT.items()}
             if method in names:
                 found.put("layout", {"cp_method": names[method]}, self.show("--cp-comm-type"))
@@ -398,7 +356,7 @@ class _Reader:
         self._read_stages(pp)
         self._read_sharding(tp * pp * cp)
         self._read_recompute()
-        dispatcher = self.value("--moe-token-dispatcher-type", str)
+        dispatcher = self.value("--moe-token-dispatcher-type", string)
         deep = self.has("--moe-enable-deepep")
         if dispatcher == "flex" or deep:
             found.put("layout", {"ep_dispatcher": "deepep"}, "--moe-token-dispatcher-type flex")
@@ -414,13 +372,13 @@ class _Reader:
                 found.problems.append(
                     f"--num-layers-per-virtual-pipeline-stage {size} does not divide the {layers} blocks of {pp} ranks"
                 )
-        text = self.value("--pipeline-model-parallel-layout", str)
+        text = self.value("--pipeline-model-parallel-layout", string)
         if text:
             stages = read_stages(text)
             virtual = len(stages) // pp
             found.put("layout", {"stage_layers": stages}, self.show("--pipeline-model-parallel-layout"))
-        first = self.value("--decoder-first-pipeline-num-layers", int)
-        last = self.value("--decoder-last-pipeline-num-layers", int)
+        first = self.value("--decoder-first-pipeline-num-layers", whole)
+        last = self.value("--decoder-last-pipeline-num-layers", whole)
         if first is not None or last is not None:
             ends = [each for each in (first, last) if each is not None]
             between = pp - len(ends)
@@ -436,7 +394,7 @@ class _Reader:
         found, num_gpus = self.found, self.found.num_gpus
         copies = self.value("--num-distributed-optimizer-instances", positive) or 1
         sharded = self.has("--use-distributed-optimizer")
-        strategy = self.value("--data-parallel-sharding-strategy", str)
+        strategy = self.value("--data-parallel-sharding-strategy", string)
         fsdp = self.has("--use-megatron-fsdp") or self.has("--use-custom-fsdp")
         dp = num_gpus // ranks_of_model if num_gpus else 0
         if num_gpus and num_gpus % ranks_of_model:
@@ -459,8 +417,8 @@ class _Reader:
 
     def _read_recompute(self) -> None:
         found = self.found
-        how = self.value("--recompute-granularity", str)
-        method, number = self.value("--recompute-method", str), self.value("--recompute-num-layers", positive)
+        how = self.value("--recompute-granularity", string)
+        method, number = self.value("--recompute-method", string), self.value("--recompute-num-layers", positive)
         modules = self.options.get("--recompute-modules", []) if self.has("--recompute-modules") else []
         if self.has("--recompute-activations"):
             how = how or "selective"
@@ -496,9 +454,9 @@ class _Reader:
             found.put("precision", {"compute": "bfloat16"}, "--bf16")
         else:
             found.put("precision", {"compute": "float32"}, "", "assumed", "neither --bf16 nor --fp16")
-        recipe, is_fp8 = self.value("--fp8-recipe", str), self.value("--fp8-format", str)
-        four = self.value("--fp4-format", str)
-        self.value("--fp4-recipe", str)
+        recipe, is_fp8 = self.value("--fp8-recipe", string), self.value("--fp8-format", string)
+        four = self.value("--fp4-format", string)
+        self.value("--fp4-recipe", string)
         if is_fp8:
             names = {words[3]: ours for ours, words in MATMULS.items()} | {"delayed": "fp8-tensorwise"}
             ours = names.get(recipe or "delayed")
@@ -510,7 +468,7 @@ class _Reader:
             found.ignore(f"--fp8-recipe {recipe}", "without --fp8-format", "no effect")
         if four:
             found.put("precision", {"matmuls": "nvfp4"}, f"--fp4-format {four}")
-        backend = self.value("--attention-backend", str)
+        backend = self.value("--attention-backend", string)
         if self.has("--use-flash-attn"):
             backend = backend or "flash"
         known = {theirs: ours for ours, theirs in reversed(ATTENTION.items())}
@@ -520,7 +478,7 @@ class _Reader:
             found.problems.append(f"--attention-backend {backend} is nothing that is known here")
 
     def _read_optimizer(self) -> None:
-        name = self.value("--optimizer", str) or "adam"
+        name = self.value("--optimizer", string) or "adam"
         ours = {"adam": "adamw", "sgd": "sgd", "muon": "muon"}.get(name)
         if ours is None:
             self.found.problems.append(f"--optimizer {name} is nothing that is known here; use adam or sgd")
@@ -529,7 +487,7 @@ class _Reader:
         for option, key in _OPTIMIZER.items():
             belongs = {"beta1": "adamw", "beta2": "adamw", "eps": "adamw", "momentum": "sgd"}.get(key, ours)
             if belongs == ours:
-                self.put("optimizer", key, option, float)
+                self.put("optimizer", key, option, real)
             elif self.has(option):
                 self.found.ignore(self.show(option), f"with --optimizer {name}", "no effect")
 
@@ -547,24 +505,12 @@ class _Reader:
             found.rows.append(_row("--no-overlap-p2p-communication", "engine overlap_pp=false"))
         if self.has("--grad-reduce-in-bf16"):
             found.put("precision", {"reduce": "bfloat16"}, "--grad-reduce-in-bf16")
-        impl = self.value("--cuda-graph-impl", str)
+        impl = self.value("--cuda-graph-impl", string)
         scope = self.options["--cuda-graph-scope"][0] if self.has("--cuda-graph-scope") else None
         if impl and impl != "none":
             graphs = "full" if scope == "full_iteration" or (impl == "local" and scope is None) else "attention"
             found.told["cuda_graphs"] = graphs
             found.rows.append(_row(f"--cuda-graph-impl {impl}", f"engine cuda_graphs={graphs}"))
-
-    def _read_rest(self, name: str) -> None:
-        """An option that no section has used: about something that is not predicted, or not understood."""
-        what = next((what for what, names in _IGNORED.items() if re.fullmatch(names, name)), None)
-        if name in ("--attention-dropout", "--hidden-dropout"):
-            what = "dropout"
-        if what is not None:
-            self.found.ignore(self.show(name), f"about {what}")
-        elif re.fullmatch(_OTHERWISE, name):
-            self.found.ignore(self.show(name), "predicted as if it were not there", "assumed")
-        else:
-            self.found.problems.append(f"{name} is not understood here; without it the rest can be predicted")
 
 
 def _row(option: str, ours: str) -> Row:

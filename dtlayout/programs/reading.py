@@ -5,20 +5,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import read_megatron
-from dtlayout.programs.understood import Understood
+from dtlayout.programs import read_megatron, read_torchtitan
+from dtlayout.programs.trees import read_tree
+from dtlayout.programs.understood import OtherFile, Understood
 
 
 class FileReader(NamedTuple):
     """Reader of one program's files."""
 
-    is_ours: Callable[[str], bool]
-    """True for the text of such a file."""
-    read: Callable[[str, Mapping[str, str], int], Understood]
-    """Job of such a text, given values of variables and a number of GPUs; InvalidConfig for what is not understood."""
+    title: str
+    """Files that it reads, for people."""
+    is_ours: Callable[[OtherFile], bool]
+    """True for such a file."""
+    read: Callable[[OtherFile], Understood]
+    """Job of such a file. What is not understood is in its `problems`, or an InvalidConfig."""
 
 
-READERS = (FileReader(read_megatron.is_ours, read_megatron.read),)
+READERS = (
+    FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read),
+    FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
+)
+"""Readers, of which the first takes a file that is its own."""
 
 
 def read_program(path: Path, given: Mapping[str, str], num_gpus: int = 0) -> Understood | None:
@@ -31,13 +38,17 @@ def read_program(path: Path, given: Mapping[str, str], num_gpus: int = 0) -> Und
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError):
         return None
-    reader = next((each for each in READERS if each.is_ours(text)), None)
+    file = OtherFile(path, text, read_tree(text, given), given, num_gpus)
+    reader = next((each for each in READERS if each.is_ours(file)), None)
     if reader is None:
         return None
     try:
-        return reader.read(text, given, num_gpus)
+        found = reader.read(file)
+        if found.problems:
+            raise InvalidConfig(list(dict.fromkeys(found.problems)))
     except InvalidConfig as error:
         raise InvalidConfig([f"{path}: {each}" for each in error.problems]) from None
+    return found
 
 
 def parse_given(texts: list[str]) -> dict[str, str]:

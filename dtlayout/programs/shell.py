@@ -40,6 +40,8 @@ class Command:
     """Condition, loop or function that it lies in; empty where it lies in none."""
     passes_arguments: bool = False
     """True if it gets the script's own arguments, as "$@"."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are set where it stands, its own among them; some values may be `Unknown`."""
 
 
 @dataclass
@@ -238,7 +240,8 @@ class _Reader:
                 self.scope.forget(name, self.condition or f"set by `{bare[0]}` on line {line}")
         if bare[0] in _SILENT or bare[0] in _OPENING:
             return
-        self.commands.append(Command(tuple(bare), line, self._find_block(), self.passes_arguments))
+        found = Command(tuple(bare), line, self._find_block(), self.passes_arguments, dict(self.scope.variables))
+        self.commands.append(found)
 
     def _find_block(self) -> str:
         return next((what for _, what in self.blocks if what), "")

@@ -5,75 +5,101 @@ from typing import Any
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs.program import TORCH_SCHEDULES, Arguments, Job, Program, choose, name_stages
+from dtlayout.programs.options import Option, positive, real, string, whole, write_options, yes
+from dtlayout.programs.program import TORCH_SCHEDULES, Arguments, Job, Program, choose, name_stages, nest
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, ModelShape
-from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.recompute import Recompute
 
-_FLAVORS = {f"llama3.1-{size}": size.upper() for size in ("8b", "70b", "405b")} | {
+OPTIONS = (
+    Option("training.seq_len", "batch", "seq_len", positive, 2048),
+    Option("training.max_norm", "optimizer", "max_norm", real, 1.0),
+    Option("training.dtype", "precision", "params", string, "float32"),
+    Option("training.mixed_precision_param", "precision", "compute", string, "bfloat16",
+           {"bfloat16": "bfloat16", "float32": "float32"}),
+    Option("training.mixed_precision_reduce", "precision", "reduce", string, "float32", {"float32": "float32"}),
+    Option("training.enable_cpu_offload", "layout", "offload", yes, None, {True: "optimizer", False: "none"}),
+    Option("parallelism.data_parallel_replicate_degree", "layout", "dp_replicate", positive, 1),
+    Option("parallelism.data_parallel_shard_degree", "layout", "dp_shard", whole, -1),
+    Option("parallelism.tensor_parallel_degree", "layout", "tp", positive, 1),
+    Option("parallelism.context_parallel_degree", "layout", "cp", positive, 1),
+    Option("parallelism.pipeline_parallel_degree", "layout", "pp", positive, 1),
+    Option("parallelism.expert_parallel_degree", "layout", "ep", positive, 1),
+    Option("parallelism.enable_async_tensor_parallel", "layout", "tp_overlap", yes, False),
+    Option("optimizer.name", "optimizer", "name", string, "adamw", {"AdamW": "adamw"}),
+    Option("optimizer.lr", "optimizer", "lr", real, 8e-4),
+    Option("optimizer.beta1", "optimizer", "beta1", real, 0.9),
+    Option("optimizer.beta2", "optimizer", "beta2", real, 0.95),
+    Option("optimizer.eps", "optimizer", "eps", real, 1e-8),
+    Option("optimizer.weight_decay", "optimizer", "weight_decay", real, 0.1),
+)  # fmt: skip
+"""Options that are keys of ours, with the defaults of JobConfig."""
+FLAVORS = {f"llama3.1-{size}": size.upper() for size in ("8b", "70b", "405b")} | {
     f"qwen3-{size}": size.upper() for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 }
 """Preset → the flavor that torchtitan has of it, with the same sizes."""
-_MIXTURES = {
+MIXTURES = {
     "30B-A3B": (2048, 48, 32, 4, 128, 151_936, Experts(number=128, per_token=8, ffn_size=768)),
     "235B-A22B": (4096, 94, 64, 4, 128, 151_936, Experts(number=128, per_token=8, ffn_size=1536)),
 }
 """Flavor → width, blocks, heads, key heads, width of a head, vocabulary and experts of a Qwen3 with experts."""
-_MODULES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
+MODULES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 """Family → torchtitan's name of the model."""
-_ROTATE = {"gather": "allgather", "ring": "alltoall"}
+ROTATE = {"gather": "allgather", "ring": "alltoall"}
 """Our method of attention over cp → context_parallel_rotate_method."""
-_CONVERTERS: dict[str, dict[str, Any]] = {
-    "fp8-tensorwise": {"float8": {"enable_fsdp_float8_all_gather": True}},
-    "fp8-rowwise": {"float8": {"recipe_name": "rowwise"}},
-    "mxfp8": {"mx": {"recipe_name": "mxfp8_cublas"}},
+CONVERTERS: dict[str, dict[str, Any]] = {
+    "fp8-tensorwise": {"float8.enable_fsdp_float8_all_gather": True},
+    "fp8-rowwise": {"float8.recipe_name": "rowwise"},
+    "mxfp8": {"mx.recipe_name": "mxfp8_cublas"},
 }
-"""precision.matmuls → [quantize.linear]."""
+"""precision.matmuls → keys of [quantize.linear]."""
 
 
 def write(job: Job) -> Arguments:
     """The file; InvalidConfig and InvalidLayout for what torchtitan does not start with."""
     _check(job)
-    scenario, layout, kernels = job.scenario, job.layout, job.estimate.kernels
     model, gaps = _model(job.model)
-    parallelism, unknown = _parallelism(job)
-    gaps += unknown
-    optimizer, unknown = choose("optimizer.name", scenario.optimizer.name, {"adamw": "AdamW"}, "AdamW")
-    gaps += unknown
-    gaps += job.odd_state() + job.odd_kernels(said=("compile",), attention="sdpa-cudnn")  # which it tries first
-    precision = scenario.precision
-    if precision.reduce != "float32":
-        gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")
-    compute = precision.compute
-    if compute == "float16":
-        compute = "bfloat16"
-        gaps.append("precision.compute=float16 is no choice of mixed_precision_param: bfloat16 is written instead")
-    quantize = _CONVERTERS.get(precision.matmuls, {})
-    if precision.matmul_format and not quantize:
-        gaps.append(f"precision.matmuls={precision.matmuls} is nothing that it has: bfloat16 is written instead")
-    tables: dict[str, Any] = {
-        "model": {**model, "converters": [f"quantize.linear.{name}" for name in quantize] or None},
-        "optimizer": {"name": optimizer, "lr": scenario.optimizer.lr},
-        "training": {
-            "seq_len": scenario.batch.seq_len, "local_batch_size": job.sequences_at_once,
-            "global_batch_size": scenario.batch.global_batch, "max_norm": scenario.optimizer.max_norm,
-            "steps": job.steps, "dtype": precision.params, "mixed_precision_param": compute,
-            "mixed_precision_reduce": "float32", "dataset": "c4_test",
-        },
-        "parallelism": parallelism,
-        "activation_checkpoint": _recompute(layout.recompute),
-        "compile": {"enable": kernels.compile != "none"},
-    }  # fmt: skip
-    if layout.offloads_state:
-        tables["training"]["enable_cpu_offload"] = True
-    if isinstance(scenario.optimizer, AdamW):
-        betas = {name: getattr(scenario.optimizer, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
-        tables["optimizer"] |= betas
-    if quantize:
-        tables["quantize"] = {"linear": quantize}
+    options, unknown = choose_options(job)
+    gaps += (
+        unknown + job.odd_state() + job.odd_kernels(said=("compile",), attention="sdpa-cudnn")
+    )  # which it tries first
+    converters = options.pop("model.converters")
+    tables = nest({"model": {**model, "converters": converters}, **options})
+    tables["training"] |= {"steps": job.steps, "dataset": "c4_test"}
     start = f"{job.torchrun} -m torchtitan.train --job.config_file FILE"
     return Arguments(toml.dumps(tables).splitlines(), start, gaps)
+
+
+def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
+    """Options that all but the model decides, and gaps; None stands for an option that is left out."""
+    layout, precision, gaps = job.layout, job.scenario.precision, list[str]()
+    options = write_options(OPTIONS, job)
+    if job.scenario.optimizer.name != "adamw":
+        gaps.append(f"optimizer.name={job.scenario.optimizer.name} is nothing that it has: AdamW is written instead")
+        options["optimizer.name"] = "AdamW"
+    if precision.reduce != "float32":
+        gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")
+        options["training.mixed_precision_reduce"] = "float32"
+    if precision.compute == "float16":
+        gaps.append("precision.compute=float16 is no choice of mixed_precision_param: bfloat16 is written instead")
+        options["training.mixed_precision_param"] = "bfloat16"
+    quantize = CONVERTERS.get(precision.matmuls, {})
+    if precision.matmul_format and not quantize:
+        gaps.append(f"precision.matmuls={precision.matmuls} is nothing that it has: bfloat16 is written instead")
+    if not layout.offloads_state:
+        options["training.enable_cpu_offload"] = None
+    if not job.model.experts:
+        options["parallelism.expert_parallel_degree"] = None
+    parallelism, unknown = _parallelism(job)
+    options |= {
+        "training.local_batch_size": job.sequences_at_once,
+        "training.global_batch_size": job.scenario.batch.global_batch, **parallelism, **_recompute(layout.recompute),
+        "compile.enable": job.estimate.kernels.compile != "none",
+        "model.converters": [f"quantize.linear.{name}" for name in {each.split(".")[0] for each in quantize}] or None,
+        **dict.fromkeys(f"quantize.linear.{each}" for known in CONVERTERS.values() for each in known),
+        **{f"quantize.linear.{each}": value for each, value in quantize.items()},
+    }  # fmt: skip
+    return options, gaps + unknown
 
 
 def _check(job: Job) -> None:
@@ -83,7 +109,7 @@ def _check(job: Job) -> None:
             f"model {model.name}: only Llama's and Qwen3's own attention and feed-forward are written for torchtitan; "
             f"leave out --emit, or use another model"
         )
-    plain = _MODULES.get(model.family)
+    plain = MODULES.get(model.family)
     if plain is None or model.qkv_bias or (plain == "llama3" and (model.head_dim or model.qk_norm)):
         raise InvalidConfig(
             f"model {model.name}: torchtitan {TORCHTITAN.version} has Llama and Qwen3, without biases; "
@@ -102,7 +128,7 @@ def _check_experts(model: ModelShape, experts: Experts, layout: Layout) -> None:
     has_others = experts.bias or experts.dense_layers or experts.shared_ffn_size % experts.ffn_size
     has_others = has_others or experts.score != "softmax" or experts.groups > 1 or experts.scale != 1
     has_others = has_others or experts.correction_bias or not experts.normalized
-    if _MODULES[model.family] != "qwen3" or has_others:
+    if MODULES[model.family] != "qwen3" or has_others:
         raise InvalidConfig(
             f"model {model.name}: of mixtures of experts those of Qwen3 are written for torchtitan, with its router "
             f"and experts alike in all blocks; leave out --emit, or use --engine megatron"
@@ -116,13 +142,13 @@ def _check_experts(model: ModelShape, experts: Experts, layout: Layout) -> None:
 
 def _model(model: ModelShape) -> tuple[dict[str, str], list[str]]:
     """[model] and gaps: sizes are no options, but flavors in its code."""
-    name = _MODULES[model.family]
+    name = MODULES[model.family]
     attention = (model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_width)
     own = (*attention, model.vocab_size, model.experts)
-    if mixture := next((flavor for flavor, sizes in _MIXTURES.items() if sizes == own), None):
+    if mixture := next((flavor for flavor, sizes in MIXTURES.items() if sizes == own), None):
         return {"name": name, "flavor": mixture, "hf_assets_path": "./assets/hf/TOKENIZER"}, []
-    known = {"name": name, "flavor": _FLAVORS.get(model.name, model.name), "hf_assets_path": "./assets/hf/TOKENIZER"}
-    if model.name in _FLAVORS and model == PRESETS[model.name]:
+    known = {"name": name, "flavor": FLAVORS.get(model.name, model.name), "hf_assets_path": "./assets/hf/TOKENIZER"}
+    if model.name in FLAVORS and model == PRESETS[model.name]:
         return known, []
     if name == "qwen3":
         sizes: dict[str, Any] = {"hidden_dim": model.ffn_size, "head_dim": model.head_width, "qk_norm": model.qk_norm}
@@ -154,18 +180,18 @@ def _llama_ffn(hidden_size: int, ffn_size: int) -> dict[str, Any]:
 
 
 def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
-    """[parallelism] and gaps."""
+    """Options of [parallelism] that several of our keys decide, and gaps."""
     layout, gaps = job.layout, list[str]()
-    table: dict[str, Any] = {
-        "data_parallel_replicate_degree": layout.dp_replicate, "data_parallel_shard_degree": layout.dp_shard,
-        "tensor_parallel_degree": layout.tp, "context_parallel_degree": layout.cp,
-        "pipeline_parallel_degree": layout.pp, "enable_async_tensor_parallel": layout.overlaps_tp,
-    }  # fmt: skip
+    table: dict[str, Any] = dict.fromkeys(
+        ("expert_tensor_parallel_degree", "expert_parallel_comm_backend", "context_parallel_rotate_method",
+         "fsdp_reshard_after_forward", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
+         "module_fqns_per_model_part")
+    )  # fmt: skip
     if job.model.experts:
-        table |= {"expert_parallel_degree": layout.ep, "expert_tensor_parallel_degree": 1}
+        table["expert_tensor_parallel_degree"] = 1
         table["expert_parallel_comm_backend"] = "deepep" if layout.sends_tokens_once else "standard"
     if layout.cp > 1:
-        table["context_parallel_rotate_method"] = _ROTATE[layout.cp_method]
+        table["context_parallel_rotate_method"] = ROTATE[layout.cp_method]
     if job.shards_state:
         table["fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
         if layout.zero == 1 and not layout.is_pipelined and job.num_microbatches > 1:
@@ -182,21 +208,21 @@ def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
             "pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": layout.micro_batch,
             "module_fqns_per_model_part": modules,
         }  # fmt: skip
-    return table, gaps
+    return {f"parallelism.{name}": value for name, value in table.items()}, gaps
 
 
-def _recompute(text: str) -> dict[str, str]:
-    """[activation_checkpoint]."""
+def _recompute(text: str) -> dict[str, Any]:
+    """Options of [activation_checkpoint]."""
     parsed = Recompute.parse(text)
+    mode, option = "full", None
     if parsed.every == 0:
-        return {"mode": "none"}
-    if parsed.is_selective:
-        return {"mode": "selective", "selective_ac_option": "op"}
-    if parsed.every > 1:
-        return {"mode": "selective", "selective_ac_option": f"{parsed.every}"}
-    return {"mode": "full"}
+        mode = "none"
+    elif parsed.is_selective or parsed.every > 1:
+        mode, option = "selective", "op" if parsed.is_selective else f"{parsed.every}"
+    return {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
 
 
 TORCHTITAN = Program(
-    engine="torchtitan", title="torchtitan", version="0.2.2", parser="torchtitan/config/job_config.py", write=write
-)
+    engine="torchtitan", title="torchtitan", version="0.2.2", parser="torchtitan/config/job_config.py", write=write,
+    options=choose_options,
+)  # fmt: skip

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from dtlayout.programs.trees import Tree
 
 How = Literal["read", "assumed", "ignored", "no effect"]
 """Part that an option plays. Read: the file says it. Assumed: a default or a usual value stands there. Ignored: it
@@ -20,6 +23,21 @@ class Row(NamedTuple):
     """Part that it plays."""
     note: str = ""
     """Reason of what is assumed, ignored or without effect."""
+
+
+class OtherFile(NamedTuple):
+    """A file of another program, as its reader gets it."""
+
+    path: Path
+    """Path of the file, beside which other files may lie."""
+    text: str
+    """Text of the file."""
+    tree: Tree | None = None
+    """Tables of a file in YAML, JSON or TOML; None for a shell script."""
+    given: Mapping[str, str] = {}
+    """Values of variables that the file alone does not say."""
+    num_gpus: int = 0
+    """GPUs in the place of those that the file starts; 0 leaves them."""
 
 
 @dataclass

@@ -1,0 +1,61 @@
+"""Files of other programs: each is understood field by field; what is written for a job is read back as that job."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from dtlayout.config.loading import parse_config
+from dtlayout.programs.program import Job
+from dtlayout.programs.reading import read_program
+from dtlayout.programs.understood import Understood
+from dtlayout.spec.layout import Layout
+
+SECTIONS = ("model", "adapter", "batch", "layout", "precision", "kernels", "optimizer", "data")
+
+
+def check_understood(path: Path, expected: Mapping[str, Any], given: Mapping[str, str] | None = None) -> Understood:
+    """Fail unless a file says, in our words, exactly what is expected: gpus, told and each section; a job of ours."""
+    found = read_program(path, given or {})
+    assert found is not None
+    assert found.engine == expected.get("engine", found.engine)
+    assert (found.num_gpus, found.gpus_per_node) == expected["gpus"] and found.told == expected.get("told", {})
+    for section in SECTIONS:
+        said = dict(found.tables.get(section, {}))
+        if "hidden_size" in said:
+            said.pop("name", None)  # sizes of its own, under any name
+        assert said == expected.get(section, {}), section
+    if found.tables.get("model"):
+        parse_config({**found.tables, "train": {"steps": 1}})
+    return found
+
+
+def check_rows(found: Understood, options: Collection[str]) -> None:
+    """Fail unless each option of a file has a row."""
+    shown = {name for row in found.rows for name in row.option.replace(",", " ").split()}
+    assert set(options) <= shown, set(options) - shown
+
+
+def compare_job(job: Job, found: Understood, differ: Collection[str] = (), model: bool = True) -> None:
+    """Fail unless a job was read back as it was; `differ` are fields of the layout, and sections, that its gaps name.
+
+    `model=False` leaves out the model, where the program's file cannot say it.
+    """
+    tables = found.tables if model else {**found.tables, "model": {"name": job.model.name}}
+    config = parse_config({**tables, "train": {"steps": 1}})
+    layout, own = config.layout.resolve(found.num_gpus).effective, job.layout.effective
+    assert config.batch == job.scenario.batch
+    if model:
+        shape = replace(config.model, name=job.model.name, rope_scaling=job.model.rope_scaling)
+        if shape.experts and job.model.experts:  # where the model says none, the usual coefficient is written
+            shape = replace(shape, experts=replace(shape.experts, balance_loss=job.model.experts.balance_loss))
+        assert shape == job.model
+    stages = layout.stage_layers or tuple(job.estimate.stage_layers)
+    assert "stage_layers" in differ or stages == tuple(job.estimate.stage_layers)
+    others = [each.name for each in fields(Layout) if each.name not in ("stage_layers", *differ)]
+    wrong = {name: (getattr(layout, name), getattr(own, name)) for name in others}
+    assert all(one == other for one, other in wrong.values()), {k: v for k, v in wrong.items() if v[0] != v[1]}
+    assert "optimizer" in differ or config.optimizer == job.scenario.optimizer
+    for name in ("params", "compute", "reduce", "matmuls"):
+        if name not in differ:
+            assert getattr(config.precision, name) == getattr(job.scenario.precision, name), name
