@@ -5,10 +5,12 @@ from dataclasses import asdict
 from math import isinf
 from typing import TypeVar
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import add_config, show
-from dtlayout.commands.case import add_machines, read_case
+from dtlayout.commands.case import add_machines, find_other, read_case
 from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
+from dtlayout.commands.their_file import TheirFile, add_patch, answer, describe_answer
 from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
@@ -30,13 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the config, the GPUs and the engine."""
     add_config(parser)
     add_machines(parser)
+    add_patch(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the explanation of a legal layout, or refuse it."""
+    found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
-    return show(options, _to_document(scenario, explanation), lambda _: _describe(scenario, explanation))
+    document = _to_document(scenario, explanation)
+    if found is not None:
+        file = TheirFile(found, options.config, options.overrides, options)
+        document |= answer(file, case, [each.estimate for each in explanation.changes])
+    elif options.patch:
+        raise InvalidConfig(f"--patch changes a file of another program, and {options.config} is a config of ours")
+    return show(options, document, lambda _: [*_describe(scenario, explanation), *describe_answer(document)])
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:

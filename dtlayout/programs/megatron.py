@@ -83,7 +83,7 @@ def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
     options: dict[str, Any] = dict.fromkeys(CHOSEN)
     for line in _one_an_option(words):
         name, *values = line.split(" ")
-        options[name] = values
+        options[name] = [value.strip("'") for value in values]
     return options, gaps
 
 

@@ -105,6 +105,7 @@ class OptionReader:
 
     def __init__(self, found: Understood, options: Mapping[str, Any]):
         self.found, self.options = found, options
+        found.values = options
         self.used: set[str] = set()
 
     def has(self, name: str) -> bool:

@@ -92,6 +92,7 @@ def read(file: OtherFile) -> Understood:
     else:
         options = _read_command(find_command(file, _starts_it), file, found)
     found.num_gpus = file.num_gpus or found.num_gpus
+    found.names = {_to_newest(name): name for name in options if _to_newest(name) != name}
     _TorchtitanReader(found, {_to_newest(name): value for name, value in options.items()}).read()
     return found
 

@@ -1,13 +1,15 @@
 """Reading: files of other programs as jobs of ours; a further program is a row of `READERS`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.programs import read_megatron, read_torchtitan
+from dtlayout.programs.megatron import MEGATRON
+from dtlayout.programs.torchtitan import TORCHTITAN
 from dtlayout.programs.trees import read_tree
-from dtlayout.programs.understood import OtherFile, Understood
+from dtlayout.programs.understood import ChooseOptions, OtherFile, Understood
 
 
 class FileReader(NamedTuple):
@@ -19,11 +21,19 @@ class FileReader(NamedTuple):
     """True for such a file."""
     read: Callable[[OtherFile], Understood]
     """Job of such a file. What is not understood is in its `problems`, or an InvalidConfig."""
+    options: ChooseOptions | None = None
+    """Function by which the program says a layout, as `Program.options`; None where such files are not changed."""
+    together: Sequence[frozenset[str]] = ()
+    """Options that say one thing together, as `Program.together`."""
 
 
 READERS = (
-    FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read),
-    FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
+    FileReader(
+        "a script of Megatron-LM", read_megatron.is_ours, read_megatron.read, MEGATRON.options, MEGATRON.together
+    ),
+    FileReader(
+        "a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read, TORCHTITAN.options
+    ),
 )
 """Readers, of which the first takes a file that is its own."""
 
@@ -38,7 +48,12 @@ def read_program(path: Path, given: Mapping[str, str], num_gpus: int = 0) -> Und
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError):
         return None
-    file = OtherFile(path, text, read_tree(text, given), given, num_gpus)
+    return read_again(OtherFile(path, text, None, given, num_gpus), text)
+
+
+def read_again(file: OtherFile, text: str) -> Understood | None:
+    """The job of a file with another text; None and InvalidConfig as `read_program`."""
+    file = file._replace(text=text, tree=read_tree(text, file.given))
     reader = next((each for each in READERS if each.is_ours(file)), None)
     if reader is None:
         return None
@@ -47,7 +62,8 @@ def read_program(path: Path, given: Mapping[str, str], num_gpus: int = 0) -> Und
         if found.problems:
             raise InvalidConfig(list(dict.fromkeys(found.problems)))
     except InvalidConfig as error:
-        raise InvalidConfig([f"{path}: {each}" for each in error.problems]) from None
+        raise InvalidConfig([f"{file.path}: {each}" for each in error.problems]) from None
+    found.file, found.options, found.together = file, found.options or reader.options, reader.together
     return found
 
 
