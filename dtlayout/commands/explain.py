@@ -10,6 +10,7 @@ from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, t
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, find_other, read_case
 from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
+from dtlayout.commands.measured import add_measured, compare_measured, describe_measured
 from dtlayout.commands.their_file import TheirFile, add_patch, answer, describe_answer
 from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the config, the GPUs and the engine."""
     add_config(parser)
     add_machines(parser)
+    add_measured(parser)
     add_patch(parser)
 
 
@@ -40,13 +42,17 @@ def run(options: argparse.Namespace) -> int:
     found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
-    document = _to_document(scenario, explanation)
+    document = _to_document(scenario, explanation) | compare_measured(options, scenario, explanation.estimate)
     if found is not None:
         file = TheirFile(found, options.config, options.overrides, options)
         document |= answer(file, case, [each.estimate for each in explanation.changes])
     elif options.patch:
         raise InvalidConfig(f"--patch changes a file of another program, and {options.config} is a config of ours")
-    return show(options, document, lambda _: [*_describe(scenario, explanation), *describe_answer(document)])
+    return show(
+        options,
+        document,
+        lambda _: [*_describe(scenario, explanation), *describe_measured(document), *describe_answer(document)],
+    )
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
