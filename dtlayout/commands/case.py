@@ -75,6 +75,16 @@ def read_other(
     return _make(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)
 
 
+def read_as_ours(found: Understood, path: Path, overrides: Sequence[str]) -> Config:
+    """The config by which our own trainer runs the job of another program's file, with kernels of its own."""
+    tables = {name: table for name, table in found.tables.items() if name != "kernels"}
+    override(tables, overrides)
+    tables.setdefault("train", {})["steps"] = 1
+    _check_said(found, tables, path)
+    print(f"note: {path} is a job of {found.title}; our own trainer takes it as dtlayout read shows", file=sys.stderr)
+    return parse_config(tables)
+
+
 _NEEDED = {("batch", "seq_len"): "tokens of a sequence", ("batch", "global_batch"): "sequences of a step"}
 """Section and key that a prediction needs → what it says."""
 

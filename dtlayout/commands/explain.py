@@ -10,6 +10,7 @@ from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, t
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, find_other, read_case
 from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
+from dtlayout.commands.lengths import add_lengths, describe_lengths, weigh
 from dtlayout.commands.measured import add_measured, compare_measured, describe_measured
 from dtlayout.commands.their_file import TheirFile, add_patch, answer, describe_answer
 from dtlayout.costmodel.attention import weigh_scores
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_machines(parser)
     add_measured(parser)
+    add_lengths(parser)
     add_patch(parser)
 
 
@@ -43,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
     document = _to_document(scenario, explanation) | compare_measured(options, scenario, explanation.estimate)
+    document |= weigh(options, case)
     if found is not None:
         file = TheirFile(found, options.config, options.overrides, options)
         document |= answer(file, case, [each.estimate for each in explanation.changes])
@@ -51,7 +54,12 @@ def run(options: argparse.Namespace) -> int:
     return show(
         options,
         document,
-        lambda _: [*_describe(scenario, explanation), *describe_measured(document), *describe_answer(document)],
+        lambda _: [
+            *_describe(scenario, explanation),
+            *describe_measured(document),
+            *describe_lengths(document),
+            *describe_answer(document),
+        ],
     )
 
 
