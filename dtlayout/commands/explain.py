@@ -1,18 +1,20 @@
 """dtlayout explain: a layout's memory and time by component, what binds it, and what would make it fit or faster."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from math import isinf
 from typing import TypeVar
 
-from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import add_config, show
+from dtlayout.commands.beside import BESIDE
 from dtlayout.commands.case import add_machines, find_other, read_case
+from dtlayout.commands.changes import CHANGES
 from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
-from dtlayout.commands.lengths import add_lengths, describe_lengths, weigh
-from dtlayout.commands.measured import add_measured, compare_measured, describe_measured
-from dtlayout.commands.their_file import TheirFile, add_patch, answer, describe_answer
+from dtlayout.commands.lengths import LENGTHS
+from dtlayout.commands.measured import MEASURED
+from dtlayout.commands.side_question import Asked
 from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
@@ -26,6 +28,8 @@ from dtlayout.spec.optimizers import STATE_FORMAT
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
+_QUESTIONS = (MEASURED, LENGTHS, BESIDE, CHANGES)
+"""Questions that may be asked beside the layout; their answers follow it in this order."""
 _BAR_WIDTH = 60
 T = TypeVar("T")
 
@@ -34,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the config, the GPUs and the engine."""
     add_config(parser)
     add_machines(parser)
-    add_measured(parser)
-    add_lengths(parser)
-    add_patch(parser)
+    for question in _QUESTIONS:
+        question.add(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,23 +47,17 @@ def run(options: argparse.Namespace) -> int:
     found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
-    document = _to_document(scenario, explanation) | compare_measured(options, scenario, explanation.estimate)
-    document |= weigh(options, case)
-    if found is not None:
-        file = TheirFile(found, options.config, options.overrides, options)
-        document |= answer(file, case, [each.estimate for each in explanation.changes])
-    elif options.patch:
-        raise InvalidConfig(f"--patch changes a file of another program, and {options.config} is a config of ours")
-    return show(
-        options,
-        document,
-        lambda _: [
-            *_describe(scenario, explanation),
-            *describe_measured(document),
-            *describe_lengths(document),
-            *describe_answer(document),
-        ],
-    )
+    asked = Asked(options, case, explanation, found)
+    document = _to_document(scenario, explanation)
+    for question in _QUESTIONS:
+        document |= question.answer(asked)
+
+    def describe(_: object) -> Iterator[str]:
+        yield from _describe(scenario, explanation)
+        for question in _QUESTIONS:
+            yield from question.describe(document)
+
+    return show(options, document, describe)
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:

@@ -12,14 +12,14 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import JsonDocument
-from dtlayout.commands.case import Case
+from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.planner.lengths import weigh_lengths
 
 _MOST_SAMPLES = 1_000_000
 """Most samples of one length that are counted one by one."""
 
 
-def add_lengths(parser: argparse.ArgumentParser) -> None:
+def _add(parser: argparse.ArgumentParser) -> None:
     """Add the file of lengths."""
     text = "lengths of samples in tokens: one a line, with their number behind or without; or a JSON list or object"
     parser.add_argument("--lengths", type=Path, metavar="FILE", help=text)
@@ -69,17 +69,17 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[int, int]]:
         yield int(digits), number
 
 
-def weigh(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+def _answer(asked: Asked) -> dict[str, Any]:
     """The keys of a document on the lengths; {} where none are given."""
-    if options.lengths is None:
+    if (path := asked.options.lengths) is None:
         return {}
-    counts = read_lengths(options.lengths)
+    counts = read_lengths(path)
     if sum(counts.values()) > 100 * _MOST_SAMPLES:
-        raise InvalidConfig(f"--lengths {options.lengths} has more than {100 * _MOST_SAMPLES:,} samples: give a share")
-    return {"lengths": asdict(weigh_lengths(counts, *case))}
+        raise InvalidConfig(f"--lengths {path} has more than {100 * _MOST_SAMPLES:,} samples: give a share")
+    return {"lengths": asdict(weigh_lengths(counts, *asked.case))}
 
 
-def describe_lengths(document: JsonDocument) -> Iterator[str]:
+def _describe(document: JsonDocument) -> Iterator[str]:
     """Lines on the lengths."""
     if not (found := document.get("lengths")):
         return
@@ -98,3 +98,6 @@ def describe_lengths(document: JsonDocument) -> Iterator[str]:
     yield from align(rows)
     fits = "fits" if found["fits"] else "does not fit"
     yield f"a micro-batch with the longest, uncut: {format_bytes(found['longest_peak_bytes'])}, {fits}"
+
+
+LENGTHS = SideQuestion(_add, _answer, _describe)

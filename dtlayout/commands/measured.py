@@ -10,13 +10,12 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align, plural, three_digits
 from dtlayout.commands.arguments import JsonDocument
-from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.planner.measured import FULL, judge, parse_measured
 from dtlayout.programs.logs import read_log
 
 
-def add_measured(parser: argparse.ArgumentParser) -> None:
+def _add(parser: argparse.ArgumentParser) -> None:
     """Add a speed that was measured, or the log that has it."""
     text = "a measured speed: 1234 (tokens/s/GPU), 12.3s or 850ms (a step), or 41%% (MFU)"
     parser.add_argument("--measured", metavar="SPEED", help=text)
@@ -24,8 +23,9 @@ def add_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, metavar="FILE", help=text)
 
 
-def compare_measured(options: argparse.Namespace, scenario: Scenario, now: Estimate) -> dict[str, Any]:
+def _answer(asked: Asked) -> dict[str, Any]:
     """The keys of a document on a measured speed; {} without one. InvalidConfig for two, or for one that is none."""
+    options, scenario, now = asked.options, asked.case.scenario, asked.explanation.estimate
     if options.measured is not None and options.log is not None:
         raise InvalidConfig("--measured and --log both say a speed; give one of them")
     if options.measured is None and options.log is None:
@@ -56,7 +56,7 @@ def compare_measured(options: argparse.Namespace, scenario: Scenario, now: Estim
     }  # fmt: skip
 
 
-def describe_measured(document: JsonDocument) -> Iterator[str]:
+def _describe(document: JsonDocument) -> Iterator[str]:
     """Lines on the measured speed."""
     if not (found := document.get("measured")):
         return
@@ -89,3 +89,6 @@ def describe_measured(document: JsonDocument) -> Iterator[str]:
     none = [each["meaning"].split(",")[0] for each in found["causes"] if each["factor"] is None]
     if none:
         yield f"  None of these alone, however slow: {'; '.join(none)}."
+
+
+MEASURED = SideQuestion(_add, _answer, _describe)
