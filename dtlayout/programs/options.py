@@ -152,6 +152,10 @@ class OptionReader:
         is_word = value is None or isinstance(value, bool)
         return f"{name} = {words[value] if is_word else shorten(str(value), 60)}"
 
+    def show_if_there(self, name: str) -> str:
+        """The option as the file has it; its name alone where it is not there."""
+        return self.show(name) if name in self.options else name
+
     def put(self, section: str, key: str, name: str, kind: Callable[[Any], Any]) -> Any:
         """Note an option that is one of our keys; None where it is not there."""
         value = self.value(name, kind)

@@ -189,9 +189,9 @@ class _NanotronReader(OptionReader):
         name = "parallelism.recompute_layer"
         recomputes = self.value(name, yes) or False
         values = {"recompute": "full" if recomputes else "none"}
-        self.put_or_default("layout", values, name, "its default", self.show(name) if name in self.options else "")
+        self.put_or_default("layout", values, name, "its default", self.show_if_there(name))
         method = str(self.options.get("model.model_config._attn_implementation", ""))
-        if self.found.get("layout", "cp") > 1 and method.startswith("ring"):
+        if self.found.get("layout", "cp", 1) > 1 and method.startswith("ring"):
             self.found.put("layout", {"cp_method": "ring"}, self.show("model.model_config._attn_implementation"))
 
     def _read_formats(self) -> None:

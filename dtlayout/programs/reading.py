@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import read_megatron, read_nanotron, read_torchtitan
+from dtlayout.programs import read_automodel, read_megatron, read_nanotron, read_torchtitan
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 
@@ -25,6 +25,7 @@ READERS = (
     FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read),
     FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
     FileReader("a YAML file of nanotron", read_nanotron.is_ours, read_nanotron.read),
+    FileReader("a YAML file or a command of NeMo AutoModel", read_automodel.is_ours, read_automodel.read),
 )
 """Readers, of which the first takes a file that is its own."""
 

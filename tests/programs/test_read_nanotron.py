@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from program_files import check_rows, check_understood, compare_job
+from program_files import check_any_value, check_rows, check_understood, compare_job
 from program_jobs import LAYOUTS, job_of
 
 from dtlayout.base import toml
@@ -211,6 +211,11 @@ def test_degrees_and_gpus_that_contradict_are_refused():
         read(change("tiny.yaml"), 16)
     assert read(change("tiny.yaml"), 8).num_gpus == 8
     assert read(change("tiny.yaml", ("  tp: 2", "  tp: ${oc.env:TP}")), given={"TP": "4"}).num_gpus == 16
+
+
+@pytest.mark.parametrize("name", ["tiny.yaml", "window.yaml"])
+def test_no_value_of_an_option_ends_in_anything_but_a_sentence(name):
+    assert check_any_value(read_nanotron.read, FOLDER / name) > 500
 
 
 def test_only_its_own_files_are_taken():
