@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
 from dtlayout.programs.shell import Unknown
 from dtlayout.programs.understood import Row, Understood
@@ -146,9 +147,15 @@ class OptionReader:
         return None
 
     def show(self, name: str) -> str:
-        """The option as the file has it."""
+        """The option as the file has it, cut to a line."""
         value = self.options[name]
-        return f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
+        words = {True: "true", False: "false", None: "null"}
+        is_word = value is None or isinstance(value, bool)
+        return f"{name} = {words[value] if is_word else shorten(str(value), 60)}"
+
+    def show_if_there(self, name: str) -> str:
+        """The option as the file has it; its name alone where it is not there."""
+        return self.show(name) if name in self.options else name
 
     def put(self, section: str, key: str, name: str, kind: Callable[[Any], Any]) -> Any:
         """Note an option that is one of our keys; None where it is not there."""

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import read_megatron, read_torchtitan
+from dtlayout.programs import read_automodel, read_megatron, read_nanotron, read_torchtitan
+from dtlayout.programs.automodel import AUTOMODEL
 from dtlayout.programs.megatron import MEGATRON
+from dtlayout.programs.nanotron import NANOTRON
+from dtlayout.programs.program import Program
 from dtlayout.programs.torchtitan import TORCHTITAN
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import ChooseOptions, OtherFile, Understood
@@ -27,12 +30,22 @@ class FileReader(NamedTuple):
     """Options that say one thing together, as `Program.together`."""
 
 
+def _change_as(program: Program) -> tuple[ChooseOptions, Sequence[frozenset[str]]]:
+    """The last fields of a reader whose files are changed by the options that a program's writer chooses."""
+    return program.options, program.together
+
+
 READERS = (
+    FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read, *_change_as(MEGATRON)),
     FileReader(
-        "a script of Megatron-LM", read_megatron.is_ours, read_megatron.read, MEGATRON.options, MEGATRON.together
+        "a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read, *_change_as(TORCHTITAN)
     ),
+    FileReader("a YAML file of nanotron", read_nanotron.is_ours, read_nanotron.read, *_change_as(NANOTRON)),
     FileReader(
-        "a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read, TORCHTITAN.options
+        "a YAML file or a command of NeMo AutoModel",
+        read_automodel.is_ours,
+        read_automodel.read,
+        *_change_as(AUTOMODEL),
     ),
 )
 """Readers, of which the first takes a file that is its own."""

@@ -85,6 +85,8 @@ def jobs(engine):
     for matmuls in ("fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"):
         yield (Layout(dp_shard=8),), {"matmuls": matmuls}
     yield (Layout(dp_shard=8),), {"optimizer": SGD()}
+    if engine == "automodel":
+        yield (Layout(dp_shard=8),), {"optimizer": AdamW(max_norm=0.5)}
     if engine == "megatron":
         yield (Layout(dp_shard=8),), {"reduce": "bfloat16", "told": {"overlap_dp": "false", "cuda_graphs": "full"}}
         yield (LAYOUTS["interleaved"],), {"compute": "float16", "told": {"overlap_pp": "false"}}
@@ -297,11 +299,17 @@ GAPS = [
     ("automodel", {"layout": LAYOUTS["tp"]}, "every block is recomputed instead"),
     ("automodel", {"kernels": Kernels(attention="fa3")}, "kernels.attention=fa3 is no sdpa_method"),
     ("automodel", {"kernels": Kernels(compile="model")}, "kernels.compile=model: blocks are compiled one by one"),
+    ("automodel", {"layout": LAYOUTS["cp"]}, "layout.cp_method=ring is no option: it gathers keys and values"),
+    ("automodel", {"layout": LAYOUTS["tp"]}, "kernels.compile=none: blocks are compiled with enable_async_tensor"),
     ("automodel", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["dp"]}, "zero_stage 1 is written instead, which needs more memory; --fix zero=1"),
     ("nanotron", {"layout": LAYOUTS["zero2"]}, "layout.recompute=selective is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["interleaved"]}, "layout.schedule=interleaved-1f1b is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["cut"]}, "predicted are 11, 11, 10 blocks"),
+    ("nanotron", {"layout": LAYOUTS["hsdp"]}, "layout.dp_replicate=2 beside dp_shard=8 is nothing that it has"),
+    ("nanotron", {"layout": LAYOUTS["tp"]}, "layout.tp_overlap=true is no option beside tp_linear_async"),
+    ("nanotron", {"optimizer": SGD()}, "optimizer.momentum=0.9 is no option: its SGD has none"),
+    ("nanotron", {"compute": "float16"}, "precision.compute=float16 is written as bfloat16"),
     ("nanotron", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
     *(
         (engine, {"optimizer": AdamW(state_format="bfloat16")}, "optimizer.state_format=bfloat16 is not written")
