@@ -99,7 +99,7 @@ class _TorchtitanReader(BlocksReader):
             self.assume("kernels", {"attention": "sdpa-cudnn"}, "", "the first that SDPA tries")
 
     def _read_optimizer(self) -> None:
-        """What 0.3 says of the optimizer in a way of its own."""
+        """Options by which 0.3 says the optimizer in a way of its own."""
         betas = self.options.get("optimizer.betas")
         if self.has("optimizer.betas") and isinstance(betas, list) and len(betas) == 2:
             self.options = {**self.options, "optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
@@ -226,7 +226,8 @@ class _TorchtitanReader(BlocksReader):
             ours = self.value(name, positive) or (max(1, local // count) if count else 1)
             if local % ours or (count and local % count):
                 self.refuse("training.local_batch_size", f"is no multiple of the pipeline's microbatch, {ours}")
-        self.put_or_default("layout", {"micro_batch": ours}, name, "its default", f"{name} = {ours}")
+        default = "its default" + ", by which a stage has a microbatch" * (self.pp > 1 and self.release == "0.0")
+        self.put_or_default("layout", {"micro_batch": ours}, name, default, f"{name} = {ours}")
         total, ranks = self.value(step, whole) or -1, self.copies * self.shards
         if total > 0:
             self.found.put("batch", {"global_batch": total}, self.show(step))

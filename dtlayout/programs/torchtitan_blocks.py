@@ -20,6 +20,8 @@ class BlocksReader(OptionReader):
         """Release whose names the file has: 0.0, 0.1, 0.2.2 or 0.3."""
         self.tp = 1
         """Degree of tensor parallelism."""
+        self.is_whole = False
+        """True if each rank of a stage and of tp has the whole state."""
         self.model: ModelShape | None = None
         """The model; None where its sizes are in the program's code."""
 
@@ -51,7 +53,7 @@ class BlocksReader(OptionReader):
             self.found.ignore(self.show(option), f"mode is {mode}", "no effect")
 
     def read_kernels(self) -> None:
-        """What is compiled, and what takes effect only then."""
+        """Compiled blocks, and the options that take effect only then."""
         parts = self.value("compile.components", several)
         compiles = (self.value("compile.enable", yes) or False) and (parts is None or "model" in parts)
         kind, name = "blocks" if compiles else "none", f"{_P}enable_async_tensor_parallel"
@@ -99,7 +101,8 @@ class BlocksReader(OptionReader):
         if "mx" in kinds and self.tp > 1 and self.found.get("kernels", "compile") == "blocks":
             self.refuse("model.converters", "with mx beside tp takes compile.enable = false")
         if (compute := self.found.get("precision", "compute")) != "bfloat16":
-            self.refuse("model.converters", f"computes in {compute}, and is predicted beside bfloat16 alone")
+            why = f"computes in {compute}" + ", since nothing is sharded beside tp or pp" * self.is_whole
+            self.refuse("model.converters", f"{why}; fp8 is predicted beside bfloat16 alone")
         ours = "mxfp8" if "mx" in kinds else recipe or "fp8-tensorwise"
         self.found.put("precision", {"matmuls": ours}, f"model.converters = {', '.join(converters)}")
         if ours == "fp8-tensorwise" and not gathers:

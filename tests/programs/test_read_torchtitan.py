@@ -268,7 +268,7 @@ CONTRADICTIONS = [
      "quantize.linear.float8.enable_fsdp_float8_all_gather=True does not go with recipe_name"),
     ("llama3_70b.toml", ("[quantize.linear.float8]", "[quantize.linear.float8]\nemulate = true"), "emulate is not und"),
     ("llama3_70b.toml", ("steps = 1000", 'mixed_precision_param = "float32"'),
-     "model.converters=['quantize.linear.float8'] computes in float32, and is predicted beside bfloat16 alone"),
+     "model.converters=['quantize.linear.float8'] computes in float32; fp8 is predicted beside bfloat16 alone"),
     ("llama3_405b.toml", ('"rowwise"', '"delayed"'), "quantize.linear.float8.recipe_name=delayed is nothing that is"),
     ("interleaved.toml", ("microbatch_size = 2", "microbatch_size = 3"),
      "training.local_batch_size=16 is no multiple of the pipeline's microbatch, 3"),
