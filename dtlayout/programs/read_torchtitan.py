@@ -14,7 +14,7 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.programs.options import positive, several, string, whole
 from dtlayout.programs.torchtitan import FLAVORS, MIXTURES, MODULES, OPTIONS, ROTATE, SCHEDULES, TORCHTITAN
 from dtlayout.programs.torchtitan_blocks import BlocksReader
-from dtlayout.programs.torchtitan_command import MARKS, read_script
+from dtlayout.programs.torchtitan_command import MARK, read_script
 from dtlayout.programs.torchtitan_names import IGNORED, OTHERWISE, PREDICTED, to_newest
 from dtlayout.programs.torchtitan_stages import count_between, count_named, cut_stages
 from dtlayout.programs.understood import OtherFile, Understood
@@ -36,7 +36,7 @@ _SCHEDULES = {theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
 def is_ours(file: OtherFile) -> bool:
     """True for a TOML file with torchtitan's sections, and for a script that starts it."""
     if file.tree is None:
-        return any(mark in file.text for mark in MARKS)
+        return MARK.search(file.text) is not None
     sections = {name.partition(".")[0] for name in file.tree.values}
     others = {"parallelism", "job", "activation_checkpoint"}
     return file.tree.language == "toml" and "training" in sections and bool(sections & others)
@@ -47,16 +47,16 @@ def read(file: OtherFile) -> Understood:
     found = Understood(TORCHTITAN.engine, TORCHTITAN.title)
     options, is_named = (dict(file.tree.values), False) if file.tree is not None else read_script(file, found)
     found.num_gpus = file.num_gpus or found.num_gpus
-    releases, newest = set[str](), dict[str, Any]()
+    releases, newest, own = set[str](), dict[str, Any](), dict[str, str]()
     for theirs, value in options.items():
         name, release = to_newest(theirs)
         if value != {}:  # a section without options
-            newest[name] = value
+            newest[name], own[name] = value, theirs
             releases.add(release)
     release = "0.3" if is_named else next((each for each in ("0.3", "0.0", "0.1") if each in releases), "0.2.2")
     _TorchtitanReader(found, newest, release).read(file.given)
-    for theirs in options:
-        if (name := to_newest(theirs)[0]) != theirs:  # rows and problems name an option as the file does
+    for name, theirs in own.items():
+        if name != theirs:  # rows and problems name an option as the file does
             pattern = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\.?\w)")
             found.rows = [row._replace(option=pattern.sub(theirs, row.option)) for row in found.rows]
             found.problems = [pattern.sub(theirs, problem) for problem in found.problems]

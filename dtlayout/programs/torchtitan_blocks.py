@@ -98,7 +98,7 @@ class BlocksReader(OptionReader):
         gathers = self.value(name, yes)
         if gathers and recipe and "float8" in kinds:
             self.refuse(name, "does not go with recipe_name")
-        if "mx" in kinds and self.tp > 1 and self.found.get("kernels", "compile") == "blocks":
+        if "mx" in kinds and self.tp > 1 and self.release != "0.3" and self.found.get("kernels", "compile") == "blocks":
             self.refuse("model.converters", "with mx beside tp takes compile.enable = false")
         if (compute := self.found.get("precision", "compute")) != "bfloat16":
             why = f"computes in {compute}" + ", since nothing is sharded beside tp or pp" * self.is_whole

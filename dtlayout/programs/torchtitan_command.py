@@ -12,8 +12,8 @@ from dtlayout.programs.torchtitan_names import NAMED
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Row, Understood
 
-MARKS = ("torchtitan", "--parallelism.", "run_train.sh", "--job.config_file")
-"""Texts of which a script has one that starts torchtitan."""
+MARK = re.compile(r"torchtitan[./][\w./]*train|run(_llama)?_train\.sh|--parallelism\.|--job\.config[_-]file")
+"""Text of a script that starts torchtitan."""
 _STARTS = re.compile(r"(.*[/.])?(torchtitan\.(experiments\.[\w.]+\.)?train|train\.py|run(_llama)?_train\.sh)")
 _POLICY = re.compile(r"activation[-_]checkpoint:([a-z_-]+)")
 """Config modifier of 0.3, behind all options."""

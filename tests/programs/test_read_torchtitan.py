@@ -452,7 +452,7 @@ def test_a_command_starts_its_gpus(text, gpus):
         ("NGPU=8 ./run_train.sh --training.steps 3", "run_train.sh is told no config: --given CONFIG_FILE=FILE"),
         ("CONFIG_FILE=./none.toml ./run_train.sh", "the config file ./none.toml is not there, beside the script"),
         (f"if true; then {RUN}; fi", "the command lies in the `if` of line 1"),
-        ("echo torchtitan", "no command of the script starts the program"),
+        ("cat torchtitan.train.log", "no command of the script starts the program"),
         (f"{RUN} --parallelism.tensor_parallel_degree $TP", "parallelism.tensor_parallel_degree is $TP, set by no"),
         (f"{RUN} --compile.enable yes", "compile.enable=yes is no true or false"),
         (f"{RUN} $MORE", "$MORE may hold options, and is set by no line of the script: --given MORE='…' says it"),
@@ -494,7 +494,7 @@ def test_configs_say_what_the_code_does():
     assert big.tables["layout"].items() >= {"tp": 8, "tp_overlap": True, "recompute": "full", "zero": 3}.items()
     assert big.get("precision", "matmuls") == "fp8-rowwise" and big.get("kernels", "compile") == "blocks"
     assert "quantize.linear.float8.filter_fqns" not in list_rows(big, "assumed")
-    scaled = read("NGPU=8 CONFIG=llama3_8b_mxfp8 ./run_train.sh")
+    scaled = read("NGPU=8 CONFIG=llama3_8b_mxfp8 ./run_train.sh --parallelism.tensor_parallel_degree 2")
     assert scaled.get("precision", "matmuls") == "mxfp8"
     deep = read("NGPU=8 MODULE=qwen3 CONFIG=qwen3_moe_deepep ./run_train.sh")
     assert deep.tables["layout"].items() >= {"ep": 4, "ep_dispatcher": "deepep"}.items()
@@ -505,6 +505,9 @@ def test_configs_say_what_the_code_does():
 def test_names_of_releases_are_told_apart():
     old = change("earliest.toml", ("enable_float8_linear = false", "enable_float8_linear = true"))
     assert old.get("precision", "matmuls") == "fp8-tensorwise" and "attention" not in old.tables["kernels"]
+    later = read("torchrun -m torchtitan.train --job.config_file older.toml --training.local_batch_size 3")
+    assert "training.local_batch_size = 3" in {row.option for row in later.rows}
+    assert "training.batch_size" not in {row.option.partition(" ")[0] for row in later.rows}
     counted = change("earliest.toml", ("[checkpoint]", "pipeline_parallel_microbatches = 2\n[checkpoint]"))
     assert counted.get("layout", "micro_batch") == 4
     assert (
