@@ -25,7 +25,7 @@ _CONFIGS: Mapping[str, tuple[Any, ...]] = {
     "deepseek_v3_debugmodel": ("deepseek_v3", "debugmodel", 8e-4, 8, 2048, "selective"),
     "deepseek_v3_16b": ("deepseek_v3", "16B", 2.2e-4, 4, 4096, "selective"),
     "deepseek_v3_671b": ("deepseek_v3", "671B", 2.2e-4, 4, 4096, "selective"),
-    "gpt_oss_debugmodel": ("gpt_oss", "debugmodel", 8e-4, 8, 2048, "selective"),
+    "gpt_oss_debugmodel": ("gpt_oss", "debugmodel", 8e-4, 8, 2048, "none"),
     "gpt_oss_20b": ("gpt_oss", "20b", 8e-4, 1, 8192, "full"),
     "gpt_oss_120b": ("gpt_oss", "120b", 8e-4, 1, 8192, "full"),
 }
@@ -39,9 +39,10 @@ _SAME = {
 """Config → another one with the same values of _COLUMNS."""
 _INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 _LOSS = {"compile.enable": True, "compile.components": ["loss"]}
+_NO_GRAPHS = {"training.disable_cuda_graphs": True}
 _FP8 = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.recipe_name": "rowwise"}
 _MORE: Mapping[str, Mapping[str, Any]] = {
-    "llama3_debugmodel": _INTERLEAVED, "llama3_debugmodel_varlen_attn": _INTERLEAVED,
+    "llama3_debugmodel": _INTERLEAVED, "llama3_debugmodel_varlen_attn": _INTERLEAVED | _NO_GRAPHS,
     "llama3_debugmodel_dist_gemm": _INTERLEAVED, "llama3_debugmodel_ce_loss": _INTERLEAVED,
     "llama3_debugmodel_float8": _INTERLEAVED | _FP8,
     "llama3_8b_mxfp8": {
@@ -54,15 +55,10 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
         "compile.enable": True, **_FP8, "quantize.linear.float8.filter_fqns": ["output"],
     },
     "qwen3_moe_deepep": {
-        "parallelism.expert_parallel_degree": 4, "parallelism.expert_parallel_comm_backend": "deepep",
-        "training.disable_cuda_graphs": True,
+        "parallelism.expert_parallel_degree": 4, "parallelism.expert_parallel_comm_backend": "deepep", **_NO_GRAPHS,
     },
-    "deepseek_v3_16b": {
-        "parallelism.expert_parallel_degree": 8, "training.disable_cuda_graphs": True, **_INTERLEAVED, **_LOSS,
-    },
-    "deepseek_v3_671b": {
-        "parallelism.expert_parallel_degree": 2, "training.disable_cuda_graphs": True, **_INTERLEAVED, **_LOSS,
-    },
+    "deepseek_v3_16b": {"parallelism.expert_parallel_degree": 8, **_NO_GRAPHS, **_INTERLEAVED, **_LOSS},
+    "deepseek_v3_671b": {"parallelism.expert_parallel_degree": 2, **_NO_GRAPHS, **_INTERLEAVED, **_LOSS},
 }  # fmt: skip
 """Config of 0.3 → what else it says, by the names of 0.2.2."""
 NAMED: Mapping[str, Mapping[str, Any]] = {

@@ -598,6 +598,13 @@ def test_each_kind_of_layout_is_read_back(name):
     compare(job, read_back(job))
 
 
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_each_file_is_predicted(name, capsys):
+    world = ["--world", "64"] if name == "llama3_70b.toml" else []
+    assert main(["explain", str(FOLDER / name), "--gpu", "b200-180g-sxm", *world]) == 0
+    assert "engine        torchtitan" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["interleaved.toml", "named.sh"])
 def test_explain_compare_timeline_and_read_take_a_file(name, tmp_path, capsys):
     path, machine = str(FOLDER / name), ["--gpu", "h100-80g-sxm"]
