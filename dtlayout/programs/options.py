@@ -43,6 +43,14 @@ def string(value: Any) -> str:
     return str(value)
 
 
+def several(value: Any) -> list[str]:
+    """Words, in a list or between commas; ValueError for another value."""
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(value)
+    return [str(word).strip() for word in words if word]
+
+
 def yes(value: Any) -> bool:
     """A truth value, also as a word; ValueError for another value."""
     words = {"true": True, "false": False}
@@ -54,7 +62,8 @@ def yes(value: Any) -> bool:
 
 
 KINDS: Mapping[Any, str] = {
-    positive: "whole number above 0", whole: "whole number", real: "number", string: "word", yes: "true or false",
+    positive: "whole number above 0", whole: "whole number", real: "number", string: "word", several: "list of words",
+    yes: "true or false",
 }  # fmt: skip
 """Function that reads a value → description of such values."""
 
@@ -151,7 +160,7 @@ class OptionReader:
         value = self.options[name]
         words = {True: "true", False: "false", None: "null"}
         is_word = value is None or isinstance(value, bool)
-        return f"{name} = {words[value] if is_word else shorten(str(value), 60)}"
+        return f"{name} = {words[value] if is_word else shorten(str(value), 80)}"
 
     def show_if_there(self, name: str) -> str:
         """The option as the file has it; its name alone where it is not there."""
@@ -177,7 +186,8 @@ class OptionReader:
     def put_or_default(self, section: str, values: Mapping[str, Any], name: str, default: str, shown: str = "") -> None:
         """Note what an option says, or that its default stands where the file does not have it."""
         said = self.options.get(name) is not None
-        self.found.put(section, values, shown or name, "read" if said else "assumed", "" if said else default)
+        shown = shown or (self.show(name) if said else name)
+        self.found.put(section, values, shown, "read" if said else "assumed", "" if said else default)
 
     def assume(self, section: str, values: Mapping[str, Any], what: str, note: str) -> None:
         """Note what the file does not say."""

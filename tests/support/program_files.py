@@ -21,9 +21,11 @@ ODD = (None, "", "x", "none", "1e400", -1, 0, 1.5, float("nan"), 10**400, True, 
 SECTIONS = ("model", "adapter", "batch", "layout", "precision", "kernels", "optimizer", "data")
 
 
-def check_understood(path: Path, expected: Mapping[str, Any], given: Mapping[str, str] | None = None) -> Understood:
+def check_understood(
+    path: Path, expected: Mapping[str, Any], given: Mapping[str, str] | None = None, num_gpus: int = 0
+) -> Understood:
     """Fail unless a file says, in our words, exactly what is expected: gpus, told and each section; a job of ours."""
-    found = read_program(path, given or {})
+    found = read_program(path, given or {}, num_gpus)
     assert found is not None
     assert found.engine == expected.get("engine", found.engine)
     assert (found.num_gpus, found.gpus_per_node) == expected["gpus"] and found.told == expected.get("told", {})
