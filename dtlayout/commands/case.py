@@ -13,7 +13,7 @@ from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, load_formats, load_plan, override, parse_config
-from dtlayout.costmodel.engine import OWN_ENGINE
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.programs.reading import parse_given, read_program
@@ -70,6 +70,9 @@ def read_other(
     said = {each.partition("=")[0] for each in asked.engine_set}
     asked.engine_set = [*asked.engine_set, *(f"{k}={v}" for k, v in found.told.items() if k not in said)]
     asked.world = asked.world or found.num_gpus or None
+    # Without cp a file names no method of it. A change to cp takes the program's usual one.
+    methods = find_engine(asked.engine, "cpu").features.cp_methods
+    tables.setdefault("layout", {}).setdefault("cp_method", methods[0])
     if notes:
         print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
     return _make(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)

@@ -13,7 +13,7 @@ from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
 from dtlayout.programs.script_edits import edit_script, to_flag, to_words
-from dtlayout.programs.understood import OtherFile, Understood
+from dtlayout.programs.understood import Understood
 
 
 class Patch(NamedTuple):
@@ -49,12 +49,12 @@ def find_patch(found: Understood, before: Job, after: Job, says: Callable[[str],
     unsaid = {found.names.get(name, name): value for name, value in said.items() if value is not None}
     unsaid = {name: value for name, value in unsaid.items() if found.values.get(theirs.get(name, name)) is None}
     for changes, by_variables in ((wanted, True), (wanted, False), ({**unsaid, **wanted}, False)):
-        text = _try(found.file, changes, says, by_variables)
+        text = _try(found, changes, says, by_variables)
         if text is None:
             continue
         for names in _group(found, changes):  # such as a degree of which the file says that it is what others leave
             fewer = {key: value for key, value in changes.items() if key not in names}
-            if (shorter := _try(found.file, fewer, says, by_variables)) is not None:
+            if (shorter := _try(found, fewer, says, by_variables)) is not None:
                 changes, text = fewer, shorter
         return Patch(changes, {name: found.values.get(theirs.get(name, name)) for name in changes}, text)
     if not wanted:
@@ -90,13 +90,16 @@ def _group(found: Understood, changes: Mapping[str, Any]) -> list[set[str]]:
     return [names for names in groups if names] + [{name} for name in changes if name not in grouped]
 
 
-def _try(file: OtherFile, changes: Mapping[str, Any], says: Callable[[str], bool], by_variables: bool) -> str | None:
+def _try(found: Understood, changes: Mapping[str, Any], says: Callable[[str], bool], by_variables: bool) -> str | None:
     """The text with changes; None if it does not say what is wanted."""
+    assert found.file is not None, "the caller has asked"
+    file = found.file
     try:
         if file.tree is not None:
             text = file.tree.edit(changes)
         else:
-            text = edit_script(file.text, changes, _list_anchors(changes, file.text), by_variables=by_variables)
+            text, others = found.rewrite(file.text, changes) if found.rewrite else (file.text, changes)
+            text = edit_script(text, others, _list_anchors(changes, text), by_variables=by_variables)
         return text if says(text) else None
     except DtlayoutError:
         return None

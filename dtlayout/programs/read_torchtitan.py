@@ -14,7 +14,7 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.programs.options import positive, several, string, whole
 from dtlayout.programs.torchtitan import FLAVORS, MIXTURES, MODULES, OPTIONS, ROTATE, SCHEDULES, TORCHTITAN
 from dtlayout.programs.torchtitan_blocks import BlocksReader
-from dtlayout.programs.torchtitan_command import MARK, read_script
+from dtlayout.programs.torchtitan_command import MARK, read_script, rewrite
 from dtlayout.programs.torchtitan_names import IGNORED, OTHERWISE, PREDICTED, to_newest
 from dtlayout.programs.torchtitan_stages import count_between, count_named, cut_stages
 from dtlayout.programs.understood import OtherFile, Understood
@@ -53,6 +53,7 @@ def read(file: OtherFile) -> Understood:
         if value != {}:  # a section without options
             newest[name], own[name] = value, theirs
             releases.add(release)
+    found.rewrite = rewrite
     found.names = {name: theirs for name, theirs in own.items() if name != theirs}
     release = "0.3" if is_named else next((each for each in ("0.3", "0.0", "0.1") if each in releases), "0.2.2")
     _TorchtitanReader(found, newest, release).read(file.given)

@@ -25,6 +25,8 @@ def edit_script(text: str, changes: Mapping[str, Any], anchors: Collection[str],
     for name, value in changes.items():
         flag, words = to_flag(name), to_words(value)
         place = _find(text, flag)
+        if place is not None:
+            flag = text[place : place + len(flag)]
         if place is None and words is not None:
             text = _insert(text, " ".join([flag, *map(shlex.quote, words)]), anchors)
         elif place is not None and words is None:
@@ -49,8 +51,10 @@ def to_words(value: Any) -> list[str] | None:
 
 
 def _find(text: str, flag: str) -> int | None:
-    """The place of an option outside of comments; None without one, InvalidConfig for several."""
-    pattern = re.compile(rf"""(?<![\w./-]){re.escape(flag)}(?=[\s=)"'\\]|$)""")
+    """The place of an option outside of comments, with dashes or underscores inside; None without one, InvalidConfig
+    for several."""
+    spelled = re.sub(r"(?<=\w)(?:\\-|_)", "[-_]", re.escape(flag))
+    pattern = re.compile(rf"""(?<![\w./-]){spelled}(?=[\s=)"'\\]|$)""")
     places = [match.start() for match in pattern.finditer(text) if not _is_comment(text, match.start())]
     if len(places) > 1:
         raise InvalidConfig(f"{flag} stands in the script {len(places)} times")

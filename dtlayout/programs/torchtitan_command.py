@@ -36,6 +36,15 @@ def read_script(file: OtherFile, found: Understood) -> tuple[dict[str, Any], boo
     return {**base, **options}, is_named
 
 
+def rewrite(text: str, changes: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """A script's text with another config modifier, and the changes that its options say."""
+    mode = changes.get("activation_checkpoint.mode")
+    if mode is None or _POLICY.search(text) is None:
+        return text, changes
+    others = {name: value for name, value in changes.items() if name != "activation_checkpoint.mode"}
+    return _POLICY.sub(f"activation-checkpoint:{str(mode).replace('_', '-')}", text), others
+
+
 def _starts_it(word: str) -> bool:
     return _STARTS.fullmatch(word) is not None or word.startswith("--parallelism.")
 

@@ -29,6 +29,10 @@ class Row(NamedTuple):
     """Reason of what is assumed, ignored or without effect."""
 
 
+Rewrite = Callable[[str, Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
+"""Function from a script's text and changes of its options to the text with some of them, and the others."""
+
+
 class OtherFile(NamedTuple):
     """A file of another program, as its reader gets it."""
 
@@ -72,6 +76,8 @@ class Understood:
     """Function by which its program says a layout, as `Program.options`; None where nobody changes such files."""
     together: Sequence[frozenset[str]] = ()
     """Options that say one thing together, as `Program.together`."""
+    rewrite: Rewrite | None = None
+    """Function that makes changes which no option of a script says, where the program has a way of its own for some."""
     names: dict[str, str] = field(default_factory=dict)
     """Option as `options` has it → the file's own name of it, where that is another one."""
 
