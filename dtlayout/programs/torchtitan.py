@@ -246,7 +246,7 @@ def _recompute(text: str) -> dict[str, Any]:
     mode, option = "full", None
     if parsed.every == 0:
         mode = "none"
-    elif parsed.is_selective or parsed.every > 1:
+    elif parsed.is_selective or (parsed.is_partial and parsed.number == 1):
         mode, option = "selective", "op" if parsed.is_selective else f"{parsed.every}"
     return {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
 
