@@ -44,25 +44,34 @@ OTHERWISE = (
     r"|overlap-param-gather-with-optimizer-step|align-.*|train-sync-interval|DDP-impl)"
 )
 """Options that change a little of time or memory, which is predicted as if they were not there."""
+_OF_MODEL: Mapping[str, str] = {
+    "the model, whose sizes lie elsewhere": r"--(num-(layers|attention-heads|query-groups|experts)|hidden-size"
+    r"|kv-channels|ffn-hidden-size|group-query-attention|normalization|norm-epsilon|rotary-.*|.*rope-scaling.*|swiglu|untie-.*"
+    r"|disable-bias-linear|add-qkv-bias|qk-layernorm|.*vocab-size.*|position-embedding-type|transformer-impl|moe-.*"
+    r"|expert-tensor-parallel-size)",
+}
 _RANKS = ("--nproc_per_node", "--nproc-per-node"), ("--nnodes",)
 
 
 def read_job(
-    found: Understood, options: Mapping[str, list[str]], said: Said | None = None, ignored: Mapping[str, str] = IGNORED
-) -> None:
+    found: Understood, options: Mapping[str, list[str]], said: Said | None = None,
+    ignored: Mapping[str, str] = IGNORED, *, has_model: bool = True,
+) -> None:  # fmt: skip
     """Fill a value by the options, section by section.
 
-    `said` has the names that a tree has for the options; `ignored` are patterns by subject.
+    `said` has the names that a tree has for the options; `ignored` are patterns by subject. Without `has_model` the
+    model is left out, whose sizes no option says.
     """
     reader = MegatronOptions(found, options, said)
-    read_model(reader)
-    read_experts(reader)
+    if has_model:
+        read_model(reader)
+        read_experts(reader)
     read_batch(reader)
     read_layout(reader)
     read_formats(reader)
     read_optimizer(reader)
     read_engine(reader)
-    reader.read_rest(ignored, OTHERWISE)
+    reader.read_rest(ignored if has_model else {**ignored, **_OF_MODEL}, OTHERWISE)
 
 
 def count_gpus(found: Understood, ranks: Mapping[str, str], num_gpus: int) -> None:

@@ -208,6 +208,8 @@ class OptionReader:
 
     def _read_other(self, name: str, ignored: Mapping[str, str], otherwise: str) -> None:
         what = next((what for what, names in ignored.items() if re.fullmatch(names, name)), None)
+        if not self.list_names(name):
+            return  # assumed, with no name in the file
         if what is not None:
             self.found.ignore(self.show(name), f"about {what}")
         elif otherwise and re.fullmatch(otherwise, name):

@@ -50,6 +50,11 @@ class Naming(NamedTuple):
     """Option → name by which it is called; the first name for others."""
     passes: bool = False
     """True if a value that the file alone does not say becomes a word, for whose reader it is a problem."""
+    asks: tuple[str, ...] = ()
+    """Options of other rules that `back` is given too, where they are there."""
+    shown: tuple[str, ...] = ()
+    """Names that rows have for its options; all where it is empty. Others only decide, and rules of their own say
+    them."""
 
 
 def same(name: str, option: str, default: Any = None) -> Naming:
@@ -101,6 +106,11 @@ def choice(name: str, values: Mapping[Any, Options], default: Any = None) -> Nam
         raise InvalidConfig(f"{name} has no value that says {show_options(given)}")
 
     return Naming((name,), names, to, back, default)
+
+
+def alike(values: Iterable[Any], options: Options) -> dict[Any, Options]:
+    """Values that all stand for the same options, for `choice`."""
+    return dict.fromkeys(values, options)
 
 
 def choose_value(name: str, value: Any, known: Iterable[Any], *, is_truth: bool = False) -> Any:
@@ -200,9 +210,10 @@ class Said:
         self.assumed.pop(option, None)
         self.denied.discard(option)
         self.options.pop(option, None)
+        self.sources.pop(option, None)
         if note:
             self.assumed[option] = note
-        else:
+        if names:
             self.sources[option] = tuple(names)
         if words is None:
             self.denied.add(option)
@@ -223,7 +234,7 @@ def translate(
         for option in rule.options:
             said.homes.setdefault(option, rule.homes.get(option, rule.names[0]))
         present = {name: values[name] for name in rule.names if values.get(name) is not None}
-        said.used |= present.keys()
+        said.used |= {name for name in present if not rule.shown or name in rule.shown}
         unknown = [ask_for(name, value) for name, value in present.items() if isinstance(value, Unknown)]
         unknown = [] if rule.passes else unknown
         problems += unknown
@@ -234,14 +245,14 @@ def translate(
         if unknown or not given:
             continue
         try:
-            options = rule.to(given)
+            options, idle = rule.to(given), rule.idle(given)
         except InvalidConfig as error:
             problems += error.problems
             continue
-        said.idle.update(rule.idle(given))
-        names = [name for name in present if name not in said.idle]
+        said.idle.update(idle)
+        names = [name for name in rule.shown or rule.names if name in present and name not in said.idle]
         for option, words in options.items():
-            said.add(option, words, names, "" if names else note)
+            said.add(option, words, names, "" if names else note or f"its default of {first}")
     places = {name: place for place, name in enumerate(values)}
     order = {option: min((places[name] for name in said.sources.get(option, ())), default=len(places))
              for option in said.options}  # fmt: skip
@@ -249,11 +260,13 @@ def translate(
     return said
 
 
-def to_own(rules: Sequence[Naming], options: Options, values: Mapping[str, Any]) -> dict[str, Any]:
+def to_own(
+    rules: Sequence[Naming], options: Options, values: Mapping[str, Any], ignored: Iterable[str] = ()
+) -> dict[str, Any]:
     """Name → value that says some options of Megatron-LM; None takes a name out. The inverse of `translate`.
 
     `values` are those of the file: where several rules have an option, those are written whose names it has, or else
-    the first. InvalidConfig for an option that no rule has.
+    the first. InvalidConfig for an option that no rule has, but for those of the `ignored` patterns.
     """
     chosen: dict[int, dict[str, Sequence[str] | None]] = {}
     lost: list[str] = []
@@ -262,12 +275,14 @@ def to_own(rules: Sequence[Naming], options: Options, values: Mapping[str, Any])
         has = [place for place in places if any(name in values for name in rules[place].names)]
         for place in has or places[:1]:
             chosen.setdefault(place, {})[option] = words
-        if not places and words is not None:
+        is_lost = not places and words is not None
+        if is_lost and not any(re.fullmatch(pattern, option) for pattern in ignored):
             lost.append(f"{show_options({option: words})} is nothing that it has a name for")
     found: dict[str, Any] = {}
     for place, given in chosen.items():
+        asked = {option: options[option] for option in rules[place].asks if option in options}
         try:
-            found |= rules[place].back(given)
+            found |= rules[place].back({**asked, **given})
         except InvalidConfig as error:
             lost += error.problems
     if lost:
@@ -275,12 +290,16 @@ def to_own(rules: Sequence[Naming], options: Options, values: Mapping[str, Any])
     return found
 
 
-def read_names(found: Understood, said: Said, ignored: Mapping[str, str], otherwise: str = "") -> None:
+def read_names(
+    found: Understood, said: Said, ignored: Mapping[str, str], otherwise: str = "",
+    neutral: Mapping[str, Sequence[Any]] | None = None,
+) -> None:  # fmt: skip
     """Note the names of a file that have no row yet; those that nothing is known of are a problem.
 
     `ignored` has a pattern of names for each subject that changes no prediction; `otherwise` is one for names that are
-    predicted as if they were not there.
+    predicted as if they were not there; `neutral` has values of names that leave everything as it is predicted.
     """
+    neutral = neutral or {}
     shown = {name for row in found.rows for name in row.option.replace(",", " ").split()}
     for name, value in said.values.items():
         what = next((what for what, names in ignored.items() if re.fullmatch(names, name)), None)
@@ -294,7 +313,18 @@ def read_names(found: Understood, said: Said, ignored: Mapping[str, str], otherw
             found.ignore(said.show(name), f"about {what}")
         elif value is None:
             found.ignore(said.show(name), "null stands for the default", "no effect")
+        elif name in neutral and _is_among(value, neutral[name]):
+            found.ignore(said.show(name), "its default", "no effect")
         elif otherwise and re.fullmatch(otherwise, name):
             found.ignore(said.show(name), "predicted as if it were not there", "assumed")
+        elif isinstance(value, Unknown) and name in neutral:
+            found.problems.append(ask_for(name, value))
+        elif name in neutral:
+            known = " or ".join(map(show_value, neutral[name]))
+            found.problems.append(f"{name}={show_value(value)} is not understood here; {known} is")
         else:
             found.problems.append(f"{name} is not understood here; without it the rest can be predicted")
+
+
+def _is_among(value: Any, known: Sequence[Any]) -> bool:
+    return any(each is value or (not isinstance(each, bool) and each == value) or str(each) == value for each in known)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import plural
 from dtlayout.programs.megatron import MEGATRON
 from dtlayout.programs.megatron_options import FLAGS
 from dtlayout.programs.megatron_reader import IGNORED, count_gpus, read_job
@@ -261,5 +262,5 @@ def _count_gpus(experiment: Mapping[str, Any], found: Understood, num_gpus: int,
     if ranks and counts:
         count_gpus(found, ranks, num_gpus)
         text = ", ".join(f"{name} = {value}" for name, value in shown.items() if value)
-        found.rows.append(Row(text, f"{found.num_gpus} GPUs" if found.num_gpus else "", "read", where))
+        found.rows.append(Row(text, plural(found.num_gpus, "GPU") if found.num_gpus else "", "read", where))
     found.num_gpus = num_gpus or found.num_gpus

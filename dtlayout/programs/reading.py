@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import read_flagscale, read_megatron, read_torchtitan
+from dtlayout.programs import read_flagscale, read_megatron, read_nemo, read_torchtitan
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 
@@ -23,6 +23,7 @@ class FileReader(NamedTuple):
 
 READERS = (
     FileReader("YAML of FlagScale or of Megatron-LM's options", read_flagscale.is_ours, read_flagscale.read),
+    FileReader("YAML or a command of NeMo 1", read_nemo.is_ours, read_nemo.read),
     FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read),
     FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
 )

@@ -141,9 +141,10 @@ def test_what_is_assumed_and_what_has_no_effect_are_said_by_their_own_names():
     }
     assert list_rows("older.yaml", "no effect") == {"model.weight_decay = 0.1": "model.optimizer.weight_decay says it"}
     assumed = list_rows("older.yaml", "assumed")
-    assert assumed["model.ffn_hidden_size"] == "its default, a multiple of model.multiple_of"
-    width = (" 256", " 256\n  ffn_hidden_size: 11264\n  hidden_dim_multiplier: 1.3")
-    assert list_rows("older.yaml", "no effect", width).items() >= {
+    width = "model.multiple_of = 256, model.hidden_size = 4096"
+    assert assumed[width] == "its default, a multiple of model.multiple_of"
+    wider = (" 256", " 256\n  ffn_hidden_size: 11264\n  hidden_dim_multiplier: 1.3")
+    assert list_rows("older.yaml", "no effect", wider).items() >= {
         "model.multiple_of = 256": "model.ffn_hidden_size says it",
         "model.hidden_dim_multiplier = 1.3": "model.ffn_hidden_size says it",
     }.items()  # fmt: skip

@@ -8,6 +8,7 @@ from program_jobs import job_of
 
 from dtlayout.base.errors import DtlayoutError
 from dtlayout.models.presets import PRESETS
+from dtlayout.programs.megatron import CHOSEN
 from dtlayout.programs.program import Job
 from dtlayout.programs.registry import PROGRAMS
 from dtlayout.spec.layout import Layout
@@ -49,14 +50,15 @@ def draw_jobs(draw: Any) -> Job:
     return job_of("megatron", layout, model=model, optimizer=optimizer, told=told, **formats)
 
 
-def list_options(job: Job) -> dict[str, list[str]] | None:
-    """Option → words of all that Megatron-LM is told of a job; None for one that it cannot be told."""
+def list_options(job: Job) -> dict[str, list[str] | None] | None:
+    """Option → words of all that Megatron-LM is told of a job, None for what it is not; None for a job that it cannot
+    be told."""
     try:
         lines = list(PROGRAMS["megatron"].write(job).lines)
     except DtlayoutError:
         return None
     words = [shlex.split(line) for line in lines[lines.index("ARGUMENTS=(") + 1 : lines.index(")")]]
-    return {name: values for name, *values in words}
+    return dict.fromkeys(CHOSEN) | {name: values for name, *values in words}
 
 
 def list_differences(job: Job) -> set[str]:
