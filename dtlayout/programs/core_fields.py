@@ -2,7 +2,7 @@
 of a GPT model, which trees of NeMo and of Megatron-Bridge hold. Names are those of Megatron-Core 0.16.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
@@ -45,6 +45,8 @@ _FLAGS: Mapping[str, str] = {
     "moe_enable_deepep": "--moe-enable-deepep", "moe_router_pre_softmax": "--moe-router-pre-softmax",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
 }  # fmt: skip
 """Field that is true where an option is there → the option."""
 _OPPOSITES: Mapping[str, str] = {
@@ -54,6 +56,8 @@ _OPPOSITES: Mapping[str, str] = {
 """Field that is false where an option is there → the option."""
 _LAYERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
 """Layer of a stage → its letter in --pipeline-model-parallel-layout."""
+_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+"""Kernels of attention, in the order of their numbers from 1."""
 IGNORED: Mapping[str, str] = {
     "initial values and chance": r".*init_method.*|seed|use_cpu_initialization|init_model_with_meta_device"
     r"|te_rng_tracker|perform_initialization|use_te_rng_tracker|deterministic_mode|inference_rng_tracker|inference_sampling_seed",
@@ -65,7 +69,7 @@ IGNORED: Mapping[str, str] = {
     r"|seq_len_interpolation_factor|rotary_scaling_factor|parallel_output|clone_scatter_output_in_embedding"
     r"|scatter_embedding_sequence_parallel|max_position_embeddings|moe_apply_probs_on_input|moe_.*_num_sms"
     r"|cuda_graph_warmup_steps|mscale.*|beta_(fast|slow)|original_max_position_embeddings|rope_type|yarn_.*"
-    r"|moe_token_drop_policy|moe_use_legacy_grouped_gemm|use_arbitrary_attention_mask|mlp_chunks_for_prefill",
+    r"|moe_token_drop_policy|should_pad_vocab|moe_use_legacy_grouped_gemm|use_arbitrary_attention_mask|mlp_chunks_for_prefill",
     "logs and evaluation": r"barrier_with_L1_time|timers|config_logger_dir|log_max_attention_logit"
     r"|moe_enable_routing_.*",
     "how ranks meet": r"batch_p2p_(comm|sync)|tp_comm_(bulk|split|atomic|overlap_(ag|rs|rs_dgrad|cfg|disable).*|boot).*"
@@ -74,7 +78,8 @@ IGNORED: Mapping[str, str] = {
     r"|grad_scale_func|async_tensor_model_parallel_allreduce|nccl_all_reduce_for_prefill|symmetric_ar_type"
     r"|microbatch_group_size_per_vp_stage|mtp_(loss_scaling_factor|standalone|use_repeated_layer|hybrid_.*)"
     r"|min_offloaded_tensor_size|cpu_offloading_(activations|weights|double_buffering|retain_.*|num_layers)",
-    "what is not used in training": r"flash_decode|cache_mla_latents|inference_.*|use_inference_.*|batch_invariant_mode"
+    "what is not used in training": r"flash_decode|generation_config(\..*)?"
+    r"|cache_mla_latents|inference_.*|use_inference_.*|batch_invariant_mode"
     r"|restore_modelopt_state|.*_quantizer_factory|quant_recipe",
     "other models": r"mamba_.*|use_mamba_.*|linear_(conv|key|value|num)_.*|dsa_.*|mrope_section|mup_.*"
     r"|kitchen_attention_backend|hetereogenous_dist_checkpoint|qk_clip_(alpha|threshold)|glu_linear_offset",
@@ -92,11 +97,11 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys((
         "multi_latent_attention", "cpu_offloading", "fine_grained_activation_offloading", "is_hybrid_model",
         "moe_token_dropping", "moe_pad_expert_input_to_capacity", "moe_shared_expert_gate", "moe_layer_recompute",
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "fp8_dot_product_attention",
+        "fp8_dot_product_attention",
         "fp8_multi_head_attention", "hybrid_context_parallel", "apply_residual_connection_post_layernorm",
         "attention_output_gate", "qk_l2_norm", "use_mup", "fp32_residual_connection", "enable_cuda_graph",
         "external_cuda_graph", "distribute_saved_activations", "test_mode", "heterogeneous_block_specs", "use_kitchen",
-        "use_kitchen_attention", "mtp_enabled", "fp4_param", "moe_extended_tp", "should_pad_vocab",
+        "use_kitchen_attention", "mtp_enabled", "fp4_param", "moe_extended_tp",
         "dsa_indexer_use_sparse_loss", "moe_pad_experts_for_cuda_graph_inference",
     ), (False, None)),
     **dict.fromkeys((
@@ -110,17 +115,18 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 """Field → values that leave everything as it is predicted; others are refused."""
 
 
-def list_fields(prefix: str, left_out: Sequence[str] = ()) -> list[Naming]:
-    """Rules of Megatron-Core's fields, which lie below `prefix`, such as "model."; without those of some names."""
-    rules = [same(f"{prefix}{name}", option) for name, option in _SAME.items() if name not in left_out]
-    rules += [flag(f"{prefix}{name}", option) for name, option in _FLAGS.items() if name not in left_out]
-    rules += [opposite(f"{prefix}{name}", option) for name, option in _OPPOSITES.items() if name not in left_out]
-    own = {
-        "num_query_groups": _name_groups, "overlap_p2p_comm": lambda name: name_overlap(name, prefix),
+def list_fields(at: Callable[[str], str], left_out: Sequence[str] = ()) -> list[Naming]:
+    """Rules of Megatron-Core's fields, whose dotted names `at` says; without those of some names."""
+    rules = [same(at(name), option) for name, option in _SAME.items() if name not in left_out]
+    rules += [flag(at(name), option) for name, option in _FLAGS.items() if name not in left_out]
+    rules += [opposite(at(name), option) for name, option in _OPPOSITES.items() if name not in left_out]
+    own: Mapping[str, Callable[[str], Naming]] = {
+        "num_query_groups": _name_groups, "overlap_p2p_comm": lambda name: name_overlap(name, at),
         "moe_layer_freq": _name_dense, "pipeline_model_parallel_layout": _name_stages,
         "attention_backend": _name_attention,
     }  # fmt: skip
-    return rules + [make(f"{prefix}{name}") for name, make in own.items() if name not in left_out]
+    rules += [make(at(name)) for name, make in own.items() if name not in left_out]
+    return [*rules, _name_backend_number(at("attention_backend")), _name_long(at)]
 
 
 def below(prefix: str, patterns: Mapping[str, str]) -> dict[str, str]:
@@ -141,11 +147,11 @@ def _name_groups(name: str) -> Naming:
     return Naming((name,), (grouping, number), to, back)
 
 
-def name_overlap(name: str, prefix: str, default: bool = False) -> Naming:
+def name_overlap(name: str, at: Callable[[str], str], default: bool = False) -> Naming:
     """The name of what overlaps in a pipeline, whose default differs from Megatron-LM's; it has no effect without
     virtual stages."""
-    option, virtual = "--no-overlap-p2p-communication", f"{prefix}virtual_pipeline_model_parallel_size"
-    ranks, layout = f"{prefix}pipeline_model_parallel_size", f"{prefix}pipeline_model_parallel_layout"
+    option, virtual = "--no-overlap-p2p-communication", at("virtual_pipeline_model_parallel_size")
+    ranks, layout = at("pipeline_model_parallel_size"), at("pipeline_model_parallel_layout")
 
     def is_interleaved(values: Mapping[str, Any]) -> bool:
         stages = values.get(layout)
@@ -167,6 +173,21 @@ def name_overlap(name: str, prefix: str, default: bool = False) -> Naming:
 
     back = opposite(name, option).back
     return Naming((name, virtual, ranks, layout), (option,), to, back, idle=idle, shown=(name,))
+
+
+def _name_long(at: Callable[[str], str]) -> Naming:
+    """The classes of Llama 3.1 always stretch rotary positions; fields say how much."""
+    factor, *others = (at(name) for name in ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len"))
+    scaled, number = "--use-rope-scaling", "--rope-scaling-factor"
+
+    def to(values: Mapping[str, Any]) -> Options:
+        return {scaled: [], number: [str(values[factor])]} if factor in values else {}
+
+    def back(options: Options) -> Mapping[str, Any]:
+        words = options.get(number)
+        return {factor: float(words[0]) if words else None}
+
+    return Naming((factor, *others), (scaled, number), to, back, homes={number: factor})
 
 
 def _name_dense(name: str) -> Naming:
@@ -205,6 +226,22 @@ def _name_stages(name: str) -> Naming:
 
 
 def _name_attention(name: str) -> Naming:
-    kinds = ("auto", "flash", "fused", "unfused", "local")
-    words = {word: {"--attention-backend": [each]} for each in kinds for word in (each, f"AttnBackend.{each}")}
+    words = {word: {"--attention-backend": [each]} for each in _BACKENDS for word in (each, f"AttnBackend.{each}")}
     return choice(name, words)
+
+
+def _name_backend_number(name: str) -> Naming:
+    """The number of a kernel of attention, as a saved config has it: a call of its class, with a list of one."""
+    own, option = f"{name}._args_", "--attention-backend"
+
+    def to(values: Mapping[str, Any]) -> Options:
+        value = values[own]
+        if not isinstance(value, list) or len(value) != 1 or value[0] not in range(1, len(_BACKENDS) + 1):
+            raise InvalidConfig(f"{own}={value} is nothing that is known here; use [1] to [{len(_BACKENDS)}]")
+        return {option: [_BACKENDS[value[0] - 1]]}
+
+    def back(options: Options) -> Mapping[str, Any]:
+        words = options[option] or ["auto"]
+        return {own: [_BACKENDS.index(words[0]) + 1]}
+
+    return Naming((own,), (option,), to, back)

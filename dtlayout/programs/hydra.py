@@ -72,13 +72,21 @@ def find_file(options: Mapping[str, Any], file: OtherFile, found: Understood) ->
     if not name:
         return {}
     path = Path(str(folder or "conf")) / (str(name) if str(name).endswith(".yaml") else f"{name}.yaml")
-    places = [path] if path.is_absolute() else [file.path.parent / path, file.path.parent / path.name]
-    for place in places:
-        try:
-            tree = read_tree(place.read_text(encoding="utf-8"), file.given)
-        except (OSError, ValueError):
-            continue
-        if tree is not None:
-            found.rows.append(Row(f"--config-name {name}", "", "read", f"the values of {path}"))
-            return tree.values
-    raise InvalidConfig(f"the config file {path} is not there, beside the script; give it in its place")
+    beside = file.path.parent / path.name
+    values = find_values(path.name if beside.is_file() and not path.is_absolute() else path, file)
+    found.rows.append(Row(f"--config-name {name}", "", "read", f"the values of {path}"))
+    return values
+
+
+def find_values(path: Any, file: OtherFile) -> Mapping[str, Any]:
+    """Values of the YAML with that path, from the script; InvalidConfig if it is not there."""
+    if isinstance(path, Unknown):
+        raise InvalidConfig(f"the config file is {path}, {path.reason}: --given {path.variable}=FILE says it")
+    place = Path(path) if Path(path).is_absolute() else file.path.parent / path
+    try:
+        tree = read_tree(place.read_text(encoding="utf-8"), file.given)
+    except (OSError, ValueError):
+        tree = None
+    if tree is None:
+        raise InvalidConfig(f"the config file {path} is not there, beside the script; give it in its place")
+    return tree.values

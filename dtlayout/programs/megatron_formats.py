@@ -14,6 +14,12 @@ _OPTIMIZER: Mapping[str, str] = {
 _OWNERS: Mapping[str, str] = {"beta1": "adamw", "beta2": "adamw", "eps": "adamw", "momentum": "sgd"}
 """Key → the one optimizer that has it."""
 
+_AWARE = "--use-precision-aware-optimizer"
+_STATE = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+"""Options with formats of the state of Adam, which it has under `_AWARE`."""
+_MAIN = ("--main-grads-dtype", "--main-params-dtype")
+"""Options with formats of what it updates, which are float32 here."""
+
 
 def read_formats(reader: MegatronOptions) -> None:
     """Note the formats of numbers and the kernel of attention."""
@@ -73,6 +79,27 @@ def read_optimizer(reader: MegatronOptions) -> None:
             reader.put("optimizer", key, option, real)
         elif reader.has(option):
             reader.found.ignore(reader.show(option), f"with {reader.show_all('--optimizer')}", "no effect")
+    _read_state(reader, ours)
+
+
+def _read_state(reader: MegatronOptions, optimizer: str) -> None:
+    """Note the formats of the optimizer's state."""
+    found, is_aware = reader.found, reader.has(_AWARE)
+    formats = {name: reader.value(name, string) or "fp32" for name in (*_STATE, *_MAIN)}
+    coarse = [name for name, word in formats.items() if word != "fp32"]
+    if coarse and not is_aware:
+        what = ", ".join(f"{reader.call(name)} {formats[name]}" for name in coarse)
+        found.problems.append(f"{what} needs {reader.call(_AWARE)}")
+    elif coarse and optimizer != "adamw":
+        found.ignore(reader.show_all(*coarse), f"with {reader.show_all('--optimizer')}", "no effect")
+    elif all(formats[name] == "bf16" for name in _STATE):
+        reader.note("optimizer", {"state_format": "bfloat16"}, _AWARE, *_STATE)
+    elif any(name in _STATE for name in coarse):
+        what = ", ".join(f"{reader.call(name)} {formats[name]}" for name in _STATE)
+        found.problems.append(f"{what} is not predicted; fp32 or bf16 for both is")
+    main = [name for name in coarse if name in _MAIN]
+    if main and is_aware and optimizer == "adamw":
+        found.ignore(reader.show_all(*main), "predicted as fp32", "assumed")
 
 
 def read_engine(reader: MegatronOptions) -> None:

@@ -1,10 +1,11 @@
 """Megatron-LM's options about the layout, read: degrees, stages, sharding, blocks that are computed again."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import plural
 from dtlayout.programs.megatron import CONTEXT, SHARDED
 from dtlayout.programs.megatron_options import MegatronOptions
 from dtlayout.programs.options import positive, string, whole
@@ -16,6 +17,8 @@ _DEGREES: Mapping[str, str] = {
 """Option → key of the layout."""
 _FSDP = ("--use-megatron-fsdp", "--use-custom-fsdp")
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""Options that count a table, or the loss, as a block of the first or the last stage."""
 _MOST_KEPT = 0.75
 """Share of a stage's blocks above which a part that is computed again is predicted as all."""
 
@@ -79,11 +82,15 @@ def _read_stages(reader: MegatronOptions, pp: int) -> None:
     number, size = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
     layout = "--pipeline-model-parallel-layout"
     virtual = reader.value(number, positive)
+    counted = [reader.has(name) for name in _COUNTED]
+    all_layers = layers + sum(counted)
     if blocks := reader.value(size, positive):
-        virtual = layers // pp // blocks
-        if pp * virtual * blocks != layers:
+        virtual = all_layers // pp // blocks
+        if pp * virtual * blocks != all_layers:
             what = f"{reader.call(size)} {blocks}"
-            found.problems.append(f"{what} does not divide the {layers} blocks of {pp} ranks")
+            found.problems.append(f"{what} does not divide the {all_layers} blocks of {pp} ranks")
+    if any(counted):
+        _share_counted(reader, counted, layers, pp * (virtual or 1))
     if text := reader.value(layout, string):
         stages = read_stages(text, reader.call(layout))
         virtual = len(stages) // pp
@@ -98,6 +105,20 @@ def _read_stages(reader: MegatronOptions, pp: int) -> None:
     if virtual and virtual > 1:
         values = {"virtual_stages": virtual, "schedule": "interleaved-1f1b"}
         reader.note("layout", values, number, size, layout)
+
+
+def _share_counted(reader: MegatronOptions, counted: Sequence[bool], layers: int, stages: int) -> None:
+    """Note blocks of stages of which the first counts its table as a block, or the last the loss."""
+    each, left = divmod(layers + sum(counted), stages)
+    if left:
+        names = [reader.call(name) for name, counts in zip(_COUNTED, counted, strict=True) if counts]
+        what = f"{layers} blocks, with those of {' and '.join(names)},"
+        reader.found.problems.append(f"{what} are no multiple of {plural(stages, 'stage')}")
+        return
+    blocks = [each] * stages
+    for place, counts in zip((0, -1), counted, strict=True):
+        blocks[place] -= counts
+    reader.note("layout", {"stage_layers": blocks}, *_COUNTED)
 
 
 def _read_sharding(reader: MegatronOptions, ranks_of_model: int) -> None:

@@ -24,7 +24,7 @@ _EXPERTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 """Option → key of a mixture of experts, and the function that reads its value."""
 _ONLY_EXPERTS = (
     *_EXPERTS, "--moe-layer-freq", "--moe-router-load-balancing-type", "--moe-token-dispatcher-type",
-    "--moe-router-enable-expert-bias", "--moe-router-pre-softmax",
+    "--moe-router-enable-expert-bias", "--moe-router-pre-softmax", "--expert-tensor-parallel-size",
 )  # fmt: skip
 """Options without effect where there are no experts."""
 

@@ -14,7 +14,8 @@ FLAGS = frozenset((
     "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--recompute-activations",
     "--sequence-parallel", "--swiglu", "--tp-comm-overlap", "--untie-embeddings-and-output-weights",
     "--use-custom-fsdp", "--use-distributed-optimizer", "--use-flash-attn", "--use-megatron-fsdp",
-    "--use-rope-scaling", "--use-rotary-position-embeddings",
+    "--use-precision-aware-optimizer", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split", "--use-rope-scaling", "--use-rotary-position-embeddings",
 ))  # fmt: skip
 """Options without a value."""
 

@@ -176,6 +176,8 @@ class Said:
     """Option → names of the file that say it, or deny it."""
     assumed: dict[str, str] = field(default_factory=dict)
     """Option that no line says → the reason for which it stands there."""
+    open: set[str] = field(default_factory=set)
+    """Options with a default that another rule's names may still say otherwise."""
     denied: set[str] = field(default_factory=set)
     """Options that the file says are not there."""
     idle: dict[str, str] = field(default_factory=dict)
@@ -197,18 +199,23 @@ class Said:
         """Names with their values."""
         return ", ".join(f"{name} = {show_value(self.values.get(name))}" for name in names)
 
-    def add(self, option: str, words: Sequence[str] | None, names: Sequence[str], note: str = "") -> None:
-        """Note what some names say of an option, unless others have said it; without a name it is assumed."""
+    def add(
+        self, option: str, words: Sequence[str] | None, names: Sequence[str], note: str = "", *, is_open: bool = False
+    ) -> None:
+        """Note what some names say of an option, unless others have said it; with a note it is assumed."""
         note = words.note if isinstance(words, Assumed) else note
         is_decided = option in self.options or option in self.denied
-        if is_decided and not (option in self.assumed and not note):
+        if is_decided and (option not in self.open or note):
             if note or not _are_same(self.options.get(option), words):
                 self.idle.update({name: f"{self.call(option)} says it" for name in names if not note})
             else:
                 self.sources[option] = tuple(dict.fromkeys((*self.sources.get(option, ()), *names)))
             return
+        for noted in (self.open, self.denied):
+            noted.discard(option)
+        if is_open:
+            self.open.add(option)
         self.assumed.pop(option, None)
-        self.denied.discard(option)
         self.options.pop(option, None)
         self.sources.pop(option, None)
         if note:
@@ -252,7 +259,8 @@ def translate(
         said.idle.update(idle)
         names = [name for name in rule.shown or rule.names if name in present and name not in said.idle]
         for option, words in options.items():
-            said.add(option, words, names, "" if names else note or f"its default of {first}")
+            is_open = rule.default is not None and first not in present
+            said.add(option, words, names, "" if names else note or f"its default of {first}", is_open=is_open)
     places = {name: place for place, name in enumerate(values)}
     order = {option: min((places[name] for name in said.sources.get(option, ())), default=len(places))
              for option in said.options}  # fmt: skip

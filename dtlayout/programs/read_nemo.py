@@ -105,7 +105,7 @@ def read(file: OtherFile) -> Understood:
     found = Understood(MEGATRON.engine, TITLE)
     values = file.tree.values if file.tree is not None else _read_command(file, found)
     values = _inside(values)
-    _count_gpus(values, found, file.num_gpus)
+    count_trainer_gpus(values, found, file.num_gpus)
     said = translate(list_rules(file.path.parent), values, found.problems)
     _check(values, found)
     has_model = "--hidden-size" in said.options
@@ -144,7 +144,7 @@ def list_rules(folder: Path) -> list[Naming]:
         same("model.rampup_batch_size", "--rampup-batch-size"),
         same("model.encoder_seq_length", "--seq-length"), same("model.data.seq_length", "--seq-length"),
         same("model.data.train_ds.max_seq_length", "--seq-length"),
-        *list_fields("model.", _FIELDS_HERE),
+        *list_fields(lambda field: f"model.{field}", _FIELDS_HERE),
         choice("model.activation", activations, default="gelu"), flag("model.gated_linear_unit", "--swiglu"),
         renamed("model.normalization", "--normalization", norms, default="layernorm"),
         opposite("model.bias", "--disable-bias-linear"), opposite("model.add_bias_linear", "--disable-bias-linear"),
@@ -350,7 +350,7 @@ def _inside(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _count_gpus(values: Mapping[str, Any], found: Understood, num_gpus: int) -> None:
+def count_trainer_gpus(values: Mapping[str, Any], found: Understood, num_gpus: int) -> None:
     """Note the GPUs that Lightning's trainer starts."""
     names = ("trainer.devices", "trainer.num_nodes")
     devices, nodes = (values.get(name) for name in names)

@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import read_flagscale, read_megatron, read_nemo, read_torchtitan
+from dtlayout.programs import (
+    read_bridge,
+    read_flagscale,
+    read_megatron,
+    read_nemo,
+    read_nemo2,
+    read_torchtitan,
+    read_yaml_cfg,
+)
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 
@@ -24,6 +32,9 @@ class FileReader(NamedTuple):
 READERS = (
     FileReader("YAML of FlagScale or of Megatron-LM's options", read_flagscale.is_ours, read_flagscale.read),
     FileReader("YAML or a command of NeMo 1", read_nemo.is_ours, read_nemo.read),
+    FileReader("YAML or a command of NeMo 2", read_nemo2.is_ours, read_nemo2.read),
+    FileReader("YAML or a command of Megatron-Bridge", read_bridge.is_ours, read_bridge.read),
+    FileReader("YAML for Megatron-LM's --yaml-cfg", read_yaml_cfg.is_ours, read_yaml_cfg.read),
     FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read),
     FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
 )
