@@ -32,11 +32,6 @@ class TheirFile(NamedTuple):
     overrides: Sequence[str]
     options: argparse.Namespace
 
-    @property
-    def is_script(self) -> bool:
-        """True for a script, whose options have dashes."""
-        return self.found.file is not None and self.found.file.tree is None
-
     def says_otherwise(self, case: Case, layout: Layout, kernels: Kernels) -> bool:
         """True if the program's options for a layout with kernels are others than those of the case."""
         if self.found.options is None:
@@ -56,11 +51,13 @@ class TheirFile(NamedTuple):
 
         def says(text: str) -> bool:
             assert self.found.file is not None, "a patch has a file"
-            again = read_again(self.found.file, text)
+            again = read_again(self.found.file._replace(num_gpus=self.found.num_gpus), text)
             if again is None:
                 return False
             other = read_other(again, self.path, self.overrides, self.options, notes=False)
-            same = replace(other.scenario, cluster=case.scenario.cluster) == case.scenario
+            # Rows of the vocabulary are padded for tp by some programs.
+            model = replace(other.scenario.model, vocab_size=case.scenario.model.vocab_size)
+            same = replace(other.scenario, cluster=case.scenario.cluster, model=model) == case.scenario
             return same and other.kernels == wanted.kernels and _is_same(other.layout, wanted)
 
         return find_patch(self.found, Job(case.scenario, before, _STEPS), Job(case.scenario, wanted, _STEPS), says)
@@ -68,7 +65,7 @@ class TheirFile(NamedTuple):
     def describe_patch(self, case: Case, wanted: Estimate) -> list[str]:
         """The changes to a layout in words of the file, or why it has none."""
         try:
-            return list(self.find_patch(case, wanted).describe(is_script=self.is_script))
+            return list(self.find_patch(case, wanted).describe(has_flags=self.found.takes_flags))
         except InvalidConfig as error:
             return error.problems
 
@@ -82,7 +79,7 @@ class TheirFile(NamedTuple):
         if path.suffix in _DIFFS:
             text = write_diff(self.path, self.found.file.text, text)
         write(path, text, "the changed file")
-        return list(patch.describe(is_script=self.is_script))
+        return list(patch.describe(has_flags=self.found.takes_flags))
 
 
 def _is_same(layout: Layout, wanted: Estimate) -> bool:

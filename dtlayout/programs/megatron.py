@@ -33,7 +33,8 @@ TOGETHER = tuple(
         (
             {"--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage",
              "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers",
-             "--decoder-last-pipeline-num-layers", "--no-overlap-p2p-communication"},
+             "--decoder-last-pipeline-num-layers", "--no-overlap-p2p-communication",
+             "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"},
             {"--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules",
              "--recompute-activations"},
             {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",

@@ -6,7 +6,7 @@ nobody asks for is about a subject that changes no prediction, or is not underst
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtlayout.base.formatting import shorten
@@ -68,6 +68,12 @@ KINDS: Mapping[Any, str] = {
 """Function that reads a value → description of such values."""
 
 
+def ask_for(name: str, value: Unknown) -> str:
+    """A problem: the value of an option, which the file alone does not say, and how to say it."""
+    how = f"--given {value.variable}=VALUE says it" if value.variable else "write its value there"
+    return f"{name} is {value}, {value.reason}: {how}"
+
+
 class Option(NamedTuple):
     """An option that is one of our keys."""
 
@@ -118,6 +124,14 @@ class OptionReader:
         found.values = options
         self.used: set[str] = set()
 
+    def call(self, name: str) -> str:
+        """The name of an option as the file has it, or would have it."""
+        return name
+
+    def list_names(self, name: str) -> Sequence[str]:
+        """The file's own names that an option comes from, each of which has a row."""
+        return (name,)
+
     def has(self, name: str) -> bool:
         """True if the file has the option, which is then used; null stands for none."""
         if name in self.options:
@@ -131,8 +145,7 @@ class OptionReader:
     def known(self, name: str, value: Any) -> Any:
         """A value of an option; None if the file alone does not say it, which is a problem then."""
         if isinstance(value, Unknown):
-            how = f"--given {value.variable}=VALUE says it" if value.variable else "write its value there"
-            self.found.problems.append(f"{name} is {value}, {value.reason}: {how}")
+            self.found.problems.append(ask_for(self.call(name), value))
             return None
         return value
 
@@ -143,7 +156,7 @@ class OptionReader:
         try:
             return kind(value)
         except (ValueError, TypeError, OverflowError):
-            self.found.problems.append(f"{name}={value} is no {KINDS[kind]}")
+            self.found.problems.append(f"{self.call(name)}={value} is no {KINDS[kind]}")
             return None
 
     def choice(self, name: str, words: Mapping[Any, Any], kind: Callable[[Any], Any] = string) -> Any:
@@ -152,7 +165,7 @@ class OptionReader:
         if value is None or value in words:
             return words.get(value)
         known = " or ".join(map(str, words))
-        self.found.problems.append(f"{name}={value} is nothing that is known here; use {known}")
+        self.found.problems.append(f"{self.call(name)}={value} is nothing that is known here; use {known}")
         return None
 
     def show(self, name: str) -> str:
@@ -208,11 +221,13 @@ class OptionReader:
         for name in self.options:
             if name not in self.used:
                 self._read_other(name, ignored, otherwise)
-            elif name not in shown:
+            elif not shown.issuperset(self.list_names(name)):
                 self.found.ignore(self.show(name), "as predicted", "read")
 
     def _read_other(self, name: str, ignored: Mapping[str, str], otherwise: str) -> None:
         what = next((what for what, names in ignored.items() if re.fullmatch(names, name)), None)
+        if not self.list_names(name):
+            return  # assumed, with no name in the file
         if what is not None:
             self.found.ignore(self.show(name), f"about {what}")
         elif otherwise and re.fullmatch(otherwise, name):
@@ -220,4 +235,6 @@ class OptionReader:
         elif self.options[name] is None:
             self.found.ignore(self.show(name), "null stands for the default", "no effect")
         else:
-            self.found.problems.append(f"{name} is not understood here; without it the rest can be predicted")
+            self.found.problems.append(
+                f"{self.call(name)} is not understood here; without it the rest can be predicted"
+            )

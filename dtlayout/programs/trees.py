@@ -4,7 +4,7 @@ A change touches the text of its own value alone: comments, order, quotes and in
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,12 @@ from dtlayout.programs.shell import Unknown
 _MOST_VALUES = 20_000
 """Most values of a file; a few aliases of aliases would be billions."""
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
+    "multiply": lambda one, other: one * other, "add": lambda one, other: one + other,
+    "int_div": lambda one, other: one // other, "divide_floor": lambda one, other: one // other,
+    "divide_ceil": lambda one, other: -(-one // other),
+}  # fmt: skip
+"""Functions in references that NeMo and its launcher know."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,11 @@ class Tree:
         return text
 
 
-def read_tree(text: str, given: Mapping[str, str]) -> Tree | None:
+def read_tree(text: str, given: Mapping[str, str], beside: Mapping[str, Any] | None = None) -> Tree | None:
     """The tree of a text; None for a text that is no table of names.
 
-    `given` are values of variables in its references, such as ${oc.env:NODES}.
+    `given` are values of variables in its references, such as ${oc.env:NODES}; `beside` are values of another file, by
+    their dotted names, which its references may name too.
     """
     for language in ("toml", "yaml"):
         try:
@@ -61,7 +68,7 @@ def read_tree(text: str, given: Mapping[str, str]) -> Tree | None:
         except InvalidConfig:
             continue
         values = _flatten(tables)
-        return Tree(text, language, _resolve(values, given) if language == "yaml" else values)
+        return Tree(text, language, _resolve(values, given, beside or {}) if language == "yaml" else values)
     return None
 
 
@@ -105,8 +112,9 @@ def _walk(tables: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
 # References of OmegaConf, in YAML
 
 
-def _resolve(values: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+def _resolve(values: Mapping[str, Any], given: Mapping[str, str], beside: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with those in the place of references such as ${model.hidden_size} that they name."""
+    known = {**beside, **values}
 
     def find(name: str, inside: str, depth: int) -> Any:
         if name in given:
@@ -118,12 +126,14 @@ def _resolve(values: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
                 return _load_yaml(given[variable])
             what = f"the variable {variable} of its surroundings"
             return _load_yaml(default) if comma else Unknown(f"${{{name}}}", variable, what)
+        if (value := _compute(function, rest)) is not None:
+            return value
         dots = len(name) - len(name.lstrip("."))
         parents = inside.split(".")[:-dots] if dots else []
         target = ".".join([*parents, name.lstrip(".")])
-        if colon or target not in values or depth > 20:
+        if colon or target not in known or depth > 20:
             return Unknown(f"${{{name}}}", name, "said by no line of the file")
-        return fill(values[target], target, depth + 1)
+        return fill(known[target], target, depth + 1)
 
     def fill(value: Any, inside: str, depth: int) -> Any:
         if isinstance(value, list):
@@ -136,9 +146,19 @@ def _resolve(values: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
         unknown = next((each for each in parts.values() if isinstance(each, Unknown)), None)
         if unknown is not None or not parts:
             return Unknown(value, unknown.variable if unknown else "", unknown.reason if unknown else "nested")
-        return _REFERENCE.sub(lambda match: str(parts[match[0]]), value)
+        text = _REFERENCE.sub(lambda match: str(parts[match[0]]), value)
+        return fill(text, inside, depth + 1) if "${" in text and depth <= 20 else text
 
     return {name: fill(value, name, 0) for name, value in values.items()}
+
+
+def _compute(function: str, rest: str) -> Any:
+    """The value of ${multiply:4, 8} and its like; None for what is no such function of whole numbers."""
+    try:
+        one, other = (int(word) for word in rest.split(","))
+        return _FUNCTIONS[function](one, other)
+    except (KeyError, ValueError, ZeroDivisionError):
+        return None
 
 
 # Changes

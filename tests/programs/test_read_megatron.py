@@ -221,7 +221,7 @@ def test_defaults_are_those_of_the_program():
 
 
 @pytest.mark.parametrize(
-    ("number", "recompute"), [(1, "every-8"), (4, "every-2"), (6, "every-2"), (7, "full"), (8, "full")]
+    ("number", "recompute"), [(1, "every-8"), (4, "every-2"), (6, "3-of-4"), (7, "7-of-8"), (8, "full")]
 )
 def test_recomputed_blocks_of_a_stage_become_every_nth_or_all(number, recompute):
     found = change(
