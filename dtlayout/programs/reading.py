@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import read_megatron, read_torchtitan
+from dtlayout.programs import (
+    read_accelerate,
+    read_deepspeed,
+    read_megatron,
+    read_torchtitan,
+    read_trainer_script,
+)
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 
@@ -24,6 +30,11 @@ class FileReader(NamedTuple):
 READERS = (
     FileReader("a script of Megatron-LM", read_megatron.is_ours, read_megatron.read),
     FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
+    FileReader("DeepSpeed's JSON", read_deepspeed.is_ours, read_deepspeed.read),
+    FileReader("accelerate's YAML", read_accelerate.is_ours, read_accelerate.read),
+    FileReader(
+        "a command with arguments of Hugging Face's Trainer", read_trainer_script.is_ours, read_trainer_script.read
+    ),
 )
 """Readers, of which the first takes a file that is its own."""
 
