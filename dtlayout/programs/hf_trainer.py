@@ -76,6 +76,8 @@ class Dialect:
     """Text before DeepSpeed's options in a table of the program's file."""
     fsdp: str = "fsdp_config."
     """Text before FSDP's options."""
+    losses: Mapping[str, str] = field(default_factory=dict)
+    """kernels.loss → value of `loss_type`; empty where the program has none but Liger's and transformers'."""
     has_fsdp_words: bool = True
     """True if `fsdp` has words such as "full_shard auto_wrap"."""
     degrees: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +108,7 @@ def choose_options(job: Job, dialect: Dialect) -> tuple[dict[str, Any], list[str
     if optimizer.name != "adamw":
         options |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"))
     options |= _choose_weights(job)
-    kernels, more = choose_kernels(job)
+    kernels, more = choose_kernels(job, dialect)
     sharding, others = _choose_sharding(job, dialect)
     named = {_own(dialect, name): value for name, value in {**options, **kernels}.items()}
     return {**named, **sharding}, gaps + more + others
@@ -129,22 +131,23 @@ def _choose_weights(job: Job) -> dict[str, Any]:
     return {"dtype": None if job.scenario.engine.name == "deepspeed" else precision.params}
 
 
-def choose_kernels(job: Job) -> tuple[dict[str, Any], list[str]]:
-    """attn_implementation, use_liger_kernel and torch_compile, and gaps."""
+def choose_kernels(job: Job, dialect: Dialect) -> tuple[dict[str, Any], list[str]]:
+    """attn_implementation, use_liger_kernel, torch_compile and loss_type, and gaps."""
     kernels, gaps = job.estimate.kernels, list[str]()
     names = {ours: theirs for theirs, ours in reversed([*ATTENTION.items()])}
     attention = names.get(kernels.attention)
     if attention is None:
         gaps.append(f"kernels.attention={kernels.attention} is nothing that it has: sdpa is written instead")
     own = {name: getattr(kernels, name) for name in LIGER}
-    if own not in (LIGER, PLAIN):
+    losses = {"loss_type": None if own == LIGER else dialect.losses.get(kernels.loss)} if dialect.losses else {}
+    if own != LIGER and own not in [{**PLAIN, "loss": name} for name in (PLAIN["loss"], *dialect.losses)]:
         odd = ", ".join(f"kernels.{name}={value}" for name, value in own.items() if value != PLAIN[name])
         gaps.append(f"{odd}: Liger's kernels are used all together, or none is")
     if kernels.compile not in ("none", "model"):
         gaps.append(f"kernels.compile={kernels.compile} is no option: the whole model is compiled, or nothing")
     return {
         "attn_implementation": attention or "sdpa", "use_liger_kernel": own == LIGER,
-        "torch_compile": kernels.compile != "none",
+        "torch_compile": kernels.compile != "none", **losses,
     }, gaps  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dtlayout.programs import (
     read_megatron,
     read_torchtitan,
     read_trainer_script,
+    read_trl,
 )
 from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
@@ -32,9 +33,8 @@ READERS = (
     FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
     FileReader("DeepSpeed's JSON", read_deepspeed.is_ours, read_deepspeed.read),
     FileReader("accelerate's YAML", read_accelerate.is_ours, read_accelerate.read),
-    FileReader(
-        "a command with arguments of Hugging Face's Trainer", read_trainer_script.is_ours, read_trainer_script.read
-    ),
+    FileReader("a YAML file or a command of TRL", read_trl.is_ours, read_trl.read),
+    FileReader("a command of Hugging Face's Trainer", read_trainer_script.is_ours, read_trainer_script.read),
 )
 """Readers, of which the first takes a file that is its own."""
 

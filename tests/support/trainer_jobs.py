@@ -29,8 +29,9 @@ LIGER = {"rope": "liger", "norm": "liger", "swiglu": "liger", "loss": "linear"}
 
 @st.composite
 def draw_jobs(draw: Any, *, engines: Collection[str] = ("accelerate", "deepspeed"), degrees: bool = False,
-              adapters: bool = True, hybrids: bool = False) -> Job:  # fmt: skip
-    """A job that such a program can be told; `degrees` are tp and cp, `hybrids` replicas of shards."""
+              adapters: bool = True, hybrids: bool = False, losses: Collection[str] = ()) -> Job:  # fmt: skip
+    """A job that such a program can be told; `degrees` are tp and cp, `hybrids` replicas of shards, and `losses` those
+    that it has without Liger's other kernels."""
     engine, world = draw(st.sampled_from(sorted(engines))), draw(st.sampled_from([1, 2, 4, 8, 16, 32]))
     model = PRESETS[draw(st.sampled_from(MODELS))]
     adapter = Adapter(rank=8, alpha=16.0, targets=("q_proj", "v_proj")) if adapters and draw(st.booleans()) else None
@@ -49,8 +50,8 @@ def draw_jobs(draw: Any, *, engines: Collection[str] = ("accelerate", "deepspeed
         formats |= {"params": "bfloat16", "reduce": "bfloat16"}
     if adapter is not None:
         formats["base"] = draw(st.sampled_from(["compute", "nf4", "int8"]))
-    own = draw(st.sampled_from([PLAIN, LIGER]))
-    compile_ = draw(st.sampled_from(["none", "model"])) if engine == "accelerate" else "none"
+    own = draw(st.sampled_from([PLAIN, LIGER, *({**PLAIN, "loss": loss} for loss in losses)]))
+    compile_ = draw(st.sampled_from(["none", "model"]))
     attention = draw(st.sampled_from(["sdpa-flash", "flash-attn", "fa3", "torch"]))
     optimizer = draw(st.sampled_from([
         AdamW(lr=1e-4, beta2=0.98, weight_decay=0.05), AdamW(lr=2e-5, max_norm=float("inf"), eps=1e-6),
