@@ -99,11 +99,12 @@ class TrainerReader(WordsReader):
         self._read_model()
         self.read_spread()
         found.engine = self.spread.engine
+        self.read_offload()
         self.read_adapter()
         self.read_base()
         compute = self._read_compute()
         dp = settle_layout(found, self.spread)
-        settle_formats(found, self.spread, compute, *self._loaded)
+        settle_formats(found, self.spread, compute, *self.loaded)
         self._read_batch(dp)
         self.read_recompute()
         self.read_kernels()
@@ -114,6 +115,9 @@ class TrainerReader(WordsReader):
 
     def read_more(self) -> None:
         """Read what only this program has."""
+
+    def read_offload(self) -> None:
+        """Fill in what keeps activations in the host's memory, where the program has such an option."""
 
     def read_rest(self, ignored: Mapping[str, str] | None = None, otherwise: str = "") -> None:
         """Note the options that nobody has asked for, those of the files beside too."""
@@ -195,7 +199,7 @@ class TrainerReader(WordsReader):
 
     def read_fsdp(self) -> None:
         """Fill in FSDP, by the words of `fsdp` and its config."""
-        value = self.one(self.own("fsdp"))
+        value = self.one(self.own("fsdp")) if self.says("fsdp") else ""
         words = value if isinstance(value, list) else str(value).replace(",", " ").split()
         words = [str(each).strip().lower() for each in words]
         known = {*accelerate.STRATEGIES, "auto_wrap", "offload", "true"}
@@ -307,7 +311,7 @@ class TrainerReader(WordsReader):
         self.found.put("precision", {"base": base}, shown)
 
     @property
-    def _loaded(self) -> tuple[str, str]:
+    def loaded(self) -> tuple[str, str]:
         """Format in which weights are loaded, and the option that says it."""
         said = self.select("dtype", _DTYPES)
         shown = self.shown("dtype")
@@ -318,7 +322,7 @@ class TrainerReader(WordsReader):
     def _read_compute(self) -> str:
         """Put the compute format."""
         flag, shown = self.read_mixed()
-        loaded = self._loaded[0]
+        loaded = self.loaded[0]
         if self.zero is not None:
             trainers = flag or self.spread.mixed or "float32"
             compute = self.zero.read_compute(trainers)
@@ -359,7 +363,7 @@ class TrainerReader(WordsReader):
     def _read_batch(self, dp: int) -> None:
         self.read_table(self._translate(OPTIONS[:1]))
         name = "gradient_accumulation_steps"
-        said, micro = self.ask(name, positive), self.found.get("layout", "micro_batch", 1)
+        said, micro = self.read_steps(), self.found.get("layout", "micro_batch", 1)
         steps = said or self.usual(name, 1)
         if self.zero is not None:
             self.zero.put_batch(dp, {"micro": micro, "steps": steps, **({"total": micro * steps * dp} if dp else {})})
@@ -370,6 +374,11 @@ class TrainerReader(WordsReader):
         elif said:
             self.found.ignore(self.shown(name), "sequences of a step need the number of GPUs too: --world N", "assumed")
         self.read_length()
+
+    def read_steps(self) -> int | None:
+        """Steps of accumulation that the file says."""
+        steps: int | None = self.ask("gradient_accumulation_steps", positive)
+        return steps
 
     def _translate(self, table: tuple[Option, ...]) -> list[Option]:
         """A table by the program's own names and defaults."""

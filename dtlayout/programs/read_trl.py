@@ -125,9 +125,8 @@ class TrlReader(TrainerReader):
             return "nll"
         return super().usual(name, default)
 
-    def read_adapter(self) -> None:
-        """Put the adapter, and what keeps activations on the host."""
-        super().read_adapter()
+    def read_offload(self) -> None:
+        """Fill in what keeps activations on the host."""
         if self.ask("activation_offloading", yes):
             self.spread.keeps_on_host = self.shown("activation_offloading")
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.programs import (
     read_accelerate,
+    read_axolotl,
     read_deepspeed,
     read_megatron,
     read_torchtitan,
@@ -33,6 +34,7 @@ READERS = (
     FileReader("a TOML file or a command of torchtitan", read_torchtitan.is_ours, read_torchtitan.read),
     FileReader("DeepSpeed's JSON", read_deepspeed.is_ours, read_deepspeed.read),
     FileReader("accelerate's YAML", read_accelerate.is_ours, read_accelerate.read),
+    FileReader("a YAML file or a command of axolotl", read_axolotl.is_ours, read_axolotl.read),
     FileReader("a YAML file or a command of TRL", read_trl.is_ours, read_trl.read),
     FileReader("a command of Hugging Face's Trainer", read_trainer_script.is_ours, read_trainer_script.read),
 )

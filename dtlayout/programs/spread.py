@@ -45,6 +45,8 @@ class Spread:
     """Format of mixed precision: bfloat16, float16, float32 for none; empty where nothing says it."""
     mixed_shown: str = ""
     """Option that says it."""
+    casts: bool = True
+    """False if FSDP casts nothing, so that masters are as weights are loaded."""
     masters: str = ""
     """Format of the masters, where the sharding says another one than float32."""
     masters_shown: str = ""
@@ -86,6 +88,10 @@ def settle_layout(found: Understood, spread: Spread) -> int:
         found.problems.append(f"{world} GPUs are no multiple of tp * cp = {ranks}, of {spread.degrees_shown}")
         return 0
     dp = world // ranks
+    if spread.kind == "copies" and degrees.get("cp", 1) > 1 and dp == 1:
+        found.problems.append(
+            f"{spread.degrees_shown}: ranks of cp that all have the whole state are not predicted; use FSDP"
+        )
     _put_data_parallel(found, spread, dp, is_sharded=is_sharded)
     return dp
 
@@ -130,7 +136,7 @@ def settle_formats(found: Understood, spread: Spread, compute: str, loaded: str,
     elif spread.kind == "zero":
         masters, note = spread.masters or "float32", "" if spread.masters else "DeepSpeed's masters"
         masters = masters if compute != "float32" else "float32"
-    elif spread.kind == "fsdp" and compute != "float32" and spread.mixed != "float32":
+    elif spread.kind == "fsdp" and compute != "float32" and spread.mixed != "float32" and spread.casts:
         masters, note = "float32", "accelerate has masters of FSDP in float32 beside mixed precision"
     else:
         masters, note = loaded or "float32", "" if loaded else "weights are loaded in float32"
