@@ -154,9 +154,7 @@ class AxolotlReader(TrainerReader):
         """Put the adapter that `adapter` names."""
         kind = self.select("use_peft", {"lora": "lora", "qlora": "qlora"})
         if kind is None:
-            for name in ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_dropout"):
-                if self.says(name):
-                    self.found.ignore(self.shown(name), "without adapter", "no effect")
+            self.ignore_adapter("without adapter", "lora_target_linear")
             return
         self.put_adapter(self.shown("use_peft"))
         four = self.ask("load_in_4bit", yes) or self.options.get("peft.weight_dtype") in ("nf4", "int4")
@@ -172,7 +170,7 @@ class AxolotlReader(TrainerReader):
             super().read_targets()
 
     def put_usual_targets(self, shown: str) -> None:
-        """Nothing names targets."""
+        """Refuse an adapter whose targets are not said."""
         self.found.problems.append("adapter has no targets: lora_target_linear or lora_target_modules says them")
 
     def read_base(self) -> None:

@@ -67,6 +67,9 @@ _FSDP_KEYS = ("version", "sharding_strategy", "reshard_after_forward", "offload_
 _DTYPES = {each: each for each in ("bfloat16", "float16", "float32")} | {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32", "auto": "auto",
 }  # fmt: skip
+_ADAPTER = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "use_rslora", "use_dora",
+            "lora_modules_to_save", "pissa_init")  # fmt: skip
+"""Words of an adapter."""
 _BNB = {"nf4": "nf4", "fp4": "fp4"}
 
 
@@ -242,12 +245,16 @@ class TrainerReader(WordsReader):
 
     def read_adapter(self) -> None:
         """Put the adapter that `use_peft` asks for, in PEFT's words."""
-        if not self.ask("use_peft", yes):
-            for name in ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora", "lora_dropout", "use_dora"):
-                if self.says(name):
-                    self.found.ignore(self.shown(name), f"without {self.own('use_peft')}", "no effect")
-            return
-        self.put_adapter(self.shown("use_peft"))
+        if self.ask("use_peft", yes):
+            self.put_adapter(self.shown("use_peft"))
+        else:
+            self.ignore_adapter(f"without {self.own('use_peft')}")
+
+    def ignore_adapter(self, why: str, *more: str) -> None:
+        """Say that the words of an adapter have no effect."""
+        for name in (*_ADAPTER, *more):
+            if self.says(name):
+                self.found.ignore(self.shown(name), why, "no effect")
 
     def put_adapter(self, shown: str) -> None:
         """Put an adapter of LoRA; `shown` is the option that asks for it."""

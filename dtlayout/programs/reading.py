@@ -9,6 +9,7 @@ from dtlayout.programs import (
     read_accelerate,
     read_axolotl,
     read_deepspeed,
+    read_llama_factory,
     read_megatron,
     read_torchtitan,
     read_trainer_script,
@@ -35,6 +36,7 @@ READERS = (
     FileReader("DeepSpeed's JSON", read_deepspeed.is_ours, read_deepspeed.read),
     FileReader("accelerate's YAML", read_accelerate.is_ours, read_accelerate.read),
     FileReader("a YAML file or a command of axolotl", read_axolotl.is_ours, read_axolotl.read),
+    FileReader("a YAML file or a command of LLaMA-Factory", read_llama_factory.is_ours, read_llama_factory.read),
     FileReader("a YAML file or a command of TRL", read_trl.is_ours, read_trl.read),
     FileReader("a command of Hugging Face's Trainer", read_trainer_script.is_ours, read_trainer_script.read),
 )
