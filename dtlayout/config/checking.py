@@ -20,7 +20,7 @@ from dtlayout.models.weights import check_init_from
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
-from dtlayout.spec.optimizers import RoleOptimizer
+from dtlayout.spec.optimizers import RoleOptimizer, check_state_format
 from dtlayout.spec.trackers import package_problems
 
 
@@ -43,6 +43,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     problems += describe([broken for rule in _RULES for broken in rule(config)])
     problems += find_training_lacks(trainer, layout, model, config.precision)
     problems += describe(check_formats(device, config.precision) + check_update_format(device, config.optimizer))
+    problems += describe(check_state_format(config.optimizer))
     problems += kernels.problems(config.request_kernels(device, layout))
     if problems:
         raise InvalidLayout(problems)
