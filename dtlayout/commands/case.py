@@ -101,8 +101,9 @@ def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> Non
         missing.append(
             f"{path} does not say the rows of the vocabulary, which its tokenizer may say: --model.vocab_size=N does"
         )
+    perhaps = "" if found.num_gpus else ", and --world N may"
     missing += [
-        f"{path} does not say the {what}: --{section}.{key}=N does"
+        f"{path} does not say the {what}: --{section}.{key}=N does{perhaps * (key == 'global_batch')}"
         for (section, key), what in _NEEDED.items()
         if key not in tables.get(section, {})
     ]

@@ -104,7 +104,9 @@ def _run(options: argparse.Namespace) -> int:
     avoided = read_avoided(options.avoid, fixed)
     like = _read_like(options)
     if like is not None:
-        fixed = {**like.fix_kernels(), **fixed}
+        kept, unsaid = like.list_unsaid()
+        fixed = {**kept, **fixed}
+        avoided = {name: [*unsaid.get(name, []), *avoided.get(name, [])] for name in {**unsaid, **avoided}}
 
     def make_scenario(num_gpus: int | None = None) -> Scenario:
         return _read_scenario(options, num_gpus) if like is None else like.scenario_on(num_gpus)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
@@ -33,14 +33,14 @@ class TheirFile(NamedTuple):
     options: argparse.Namespace
 
     def says_otherwise(self, case: Case, layout: Layout, kernels: Kernels) -> bool:
-        """True if the program's options for a layout with kernels are others than those of the case."""
+        """True if the program's options can say a layout with kernels, and are others than those of the case."""
         if self.found.options is None:
             return False
-        jobs = [
-            Job(case.scenario, estimate(case.scenario, *each), _STEPS)
+        (now, lacks), (other, other_lacks) = (
+            self.found.options(Job(case.scenario, estimate(case.scenario, *each), _STEPS))
             for each in ((case.layout, case.kernels), (layout, kernels))
-        ]
-        return self.found.options(jobs[0])[0] != self.found.options(jobs[1])[0]
+        )
+        return now != other and {*other_lacks} <= {*lacks}
 
     def find_patch(self, case: Case, wanted: Estimate) -> Patch:
         """The patch that turns the file's job into a layout with its kernels; InvalidConfig where there is none.
@@ -91,7 +91,14 @@ def _is_same(layout: Layout, wanted: Estimate) -> bool:
     return replace(one, stage_layers=()) == replace(other, stage_layers=())
 
 
-def find_unsaid_kernels(file: TheirFile, case: Case) -> list[str]:
-    """Operations whose kernel no option of the file's program says."""
-    said = {name for name, others in other_kernels(case.kernels) if file.says_otherwise(case, case.layout, others)}
-    return [name for name in KERNEL_NAMES if name not in said]
+def find_unsaid_kernels(file: TheirFile, case: Case) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Operation → kernel that stays, since the program's options say no other one; and operation → kernels that they
+    do not say, of the other operations."""
+    said, unsaid = set[str](), dict[str, list[Any]]()
+    for name, others in other_kernels(case.kernels):
+        if file.says_otherwise(case, case.layout, others):
+            said.add(name)
+        else:
+            unsaid.setdefault(name, []).append(getattr(others, name))
+    kept = {name: getattr(case.kernels, name) for name in KERNEL_NAMES if name not in said}
+    return kept, {name: values for name, values in unsaid.items() if name in said}

@@ -147,7 +147,7 @@ def choose_kernels(job: Job, dialect: Dialect) -> tuple[dict[str, Any], list[str
         gaps.append(f"kernels.compile={kernels.compile} is no option: the whole model is compiled, or nothing")
     return {
         "attn_implementation": attention or "sdpa", "use_liger_kernel": own == LIGER,
-        "torch_compile": kernels.compile != "none", **losses,
+        "torch_compile": kernels.compile == "model", **losses,
     }, gaps  # fmt: skip
 
 

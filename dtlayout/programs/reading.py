@@ -77,7 +77,7 @@ READERS = (
     FileReader("DeepSpeed's JSON", read_deepspeed.is_ours, read_deepspeed.read, deepspeed.choose_options),
     FileReader("accelerate's YAML", read_accelerate.is_ours, read_accelerate.read, accelerate.choose_options),
     FileReader("a YAML file or a command of axolotl", read_axolotl.is_ours, read_axolotl.read,
-               axolotl.choose_options),
+               axolotl.choose_options, (frozenset({"batch_size", "gradient_accumulation_steps"}),)),
     FileReader("a YAML file or a command of LLaMA-Factory", read_llama_factory.is_ours, read_llama_factory.read,
                llama_factory.choose_options),
     FileReader("a YAML file or a command of TRL", read_trl.is_ours, read_trl.read, trl.choose_options),

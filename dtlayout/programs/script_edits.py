@@ -29,6 +29,9 @@ def edit_script(text: str, changes: Mapping[str, Any], anchors: Collection[str],
         place = _find(text, flag)
         if place is not None:
             flag = text[place : place + len(flag)]
+            spans = _find_values(text, place + len(flag))
+            if isinstance(value, bool) and len(spans) == 1:  # a truth value that is written out
+                words = [str(value) if text[slice(*spans[0])][:1].isupper() else str(value).lower()]
         if place is None and words is not None:
             text = _insert(text, " ".join([flag, *map(shlex.quote, words)]), anchors)
         elif place is not None and words is None:
