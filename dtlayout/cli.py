@@ -149,10 +149,11 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     command.add_arguments(parser)
     options, rest = parser.parse_known_args(arguments[1:])
-    options.overrides = list(filter(_is_override, rest)) if "config" in options else []
+    takes_overrides = "config" in options or getattr(options, "like", None)
+    options.overrides = list(filter(_is_override, rest)) if takes_overrides else []
     if unknown := [text for text in rest if text not in options.overrides]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_find_hint(parser, unknown, options)}")
-    if "config" in options and getattr(options, "model", None):
+    if takes_overrides and getattr(options, "model", None):
         options.overrides.insert(0, f"--model={options.model}")
     try:
         check_options(options)

@@ -10,17 +10,22 @@ from typing import Any, NamedTuple
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.commands.arguments import MODELS, add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
 from dtlayout.commands.engine_options import add_engine, read_engine
-from dtlayout.commands.read import add_given
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, load_formats, load_plan, override, parse_config
-from dtlayout.costmodel.engine import OWN_ENGINE
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.programs.reading import parse_given, read_program
 from dtlayout.programs.understood import Understood
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
+
+
+def add_given(parser: argparse.ArgumentParser) -> None:
+    """Add values of variables of a file."""
+    text = "a variable of another program's file that the file alone does not say; may be repeated"
+    parser.add_argument("--given", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
 class Case(NamedTuple):
@@ -41,12 +46,19 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 
 def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
-    if (found := read_program(path, parse_given(options.given), options.world or 0)) is not None:
-        return _read_other(found, path, overrides, options)
+    if (found := find_other(path, options)) is not None:
+        return read_other(found, path, overrides, options)
     return _make(load_plan(path, overrides), load_formats(path, overrides), options)
 
 
-def _read_other(found: Understood, path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
+def find_other(path: Path, options: argparse.Namespace) -> Understood | None:
+    """The job that the file of another program says; None for a config of ours."""
+    return read_program(path, parse_given(options.given), options.world or 0)
+
+
+def read_other(
+    found: Understood, path: Path, overrides: Sequence[str], options: argparse.Namespace, *, notes: bool = True
+) -> Case:
     """The case of a file of another program, predicted for that program, and on as many GPUs as it starts."""
     tables = found.tables
     override(tables, overrides)
@@ -58,8 +70,22 @@ def _read_other(found: Understood, path: Path, overrides: Sequence[str], options
     said = {each.partition("=")[0] for each in asked.engine_set}
     asked.engine_set = [*asked.engine_set, *(f"{k}={v}" for k, v in found.told.items() if k not in said)]
     asked.world = asked.world or found.num_gpus or None
-    print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
-    return _make(parse_config(tables), dict(tables.get("precision", {})), asked)
+    # Without cp a file names no method of it. A change to cp takes the program's usual one.
+    methods = find_engine(asked.engine, "cpu").features.cp_methods
+    tables.setdefault("layout", {}).setdefault("cp_method", methods[0])
+    if notes:
+        print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
+    return _make(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)
+
+
+def read_as_ours(found: Understood, path: Path, overrides: Sequence[str]) -> Config:
+    """The config by which our own trainer runs the job of another program's file, with kernels of its own."""
+    tables = {name: table for name, table in found.tables.items() if name != "kernels"}
+    override(tables, overrides)
+    tables.setdefault("train", {})["steps"] = 1
+    _check_said(found, tables, path)
+    print(f"note: {path} is a job of {found.title}; our own trainer takes it as dtlayout read shows", file=sys.stderr)
+    return parse_config(tables)
 
 
 _NEEDED = {("batch", "seq_len"): "tokens of a sequence", ("batch", "global_batch"): "sequences of a step"}
@@ -86,7 +112,7 @@ def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> Non
         raise InvalidConfig(missing)
 
 
-def _make(config: Config, formats: Mapping[str, str], options: argparse.Namespace) -> Case:
+def _make(config: Config, formats: Mapping[str, str], options: argparse.Namespace, *, notes: bool = True) -> Case:
     gpu = choose_gpu(config, options.gpu)
     scenario = own_scenario(config, choose_world(config, options.world), gpu)
     engine, precision = read_engine(options, gpu, formats)
@@ -94,8 +120,9 @@ def _make(config: Config, formats: Mapping[str, str], options: argparse.Namespac
     if engine.name != OWN_ENGINE:
         scenario = replace(scenario, precision=precision)
     layout = _check(config, scenario)
-    for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
-        print(f"note: {note}", file=sys.stderr)
+    if notes:
+        for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
+            print(f"note: {note}", file=sys.stderr)
     if engine.name == OWN_ENGINE:
         return Case(scenario, layout, predicted_kernels(config, layout, gpu))
     return Case(scenario, layout, engine_kernels(scenario, config.kernels, layout))

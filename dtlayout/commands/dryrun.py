@@ -14,6 +14,7 @@ from dtlayout.base.files import check_page
 from dtlayout.base.formatting import align
 from dtlayout.base.terminal import open_console
 from dtlayout.commands.arguments import JsonDocument, add_config, add_gpu, add_world, choose_gpu, choose_world, show
+from dtlayout.commands.case import add_given, find_other, read_as_ours
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_world(parser)
     add_gpu(parser)
+    add_given(parser)
     parser.add_argument(
         "--ranks", metavar="R,R,…", help="all, or some; the first, the last and the predicted busiest by default"
     )
@@ -57,9 +59,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig("--run takes as many steps as the run has measured; leave --steps out")
     if options.page:
         check_page(options.page)
-    config = load_config(options.config, options.overrides)
+    config, world = _read(options)
     gpu = choose_gpu(config, options.gpu)
-    world = choose_world(config, options.world)
     findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
     document = {**_to_document(findings), "_compares": options.compare}
     show(options, document, _describe, ensure_ascii=False)
@@ -68,6 +69,14 @@ def run(options: argparse.Namespace) -> int:
 
         write_page(options.page, document)
     return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, int]:
+    """The config and the number of ranks, also of another program's file."""
+    if (found := find_other(options.config, options)) is not None:
+        return read_as_ours(found, options.config, options.overrides), found.num_gpus
+    config = load_config(options.config, options.overrides)
+    return config, choose_world(config, options.world)
 
 
 def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:

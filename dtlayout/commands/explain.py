@@ -1,14 +1,20 @@
 """dtlayout explain: a layout's memory and time by component, what binds it, and what would make it fit or faster."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from math import isinf
 from typing import TypeVar
 
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import add_config, show
-from dtlayout.commands.case import add_machines, read_case
+from dtlayout.commands.beside import BESIDE
+from dtlayout.commands.case import add_machines, find_other, read_case
+from dtlayout.commands.changes import CHANGES
 from dtlayout.commands.engine_options import describe_assumptions, to_assumptions
+from dtlayout.commands.lengths import LENGTHS
+from dtlayout.commands.measured import MEASURED
+from dtlayout.commands.side_question import Asked
 from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
@@ -22,6 +28,8 @@ from dtlayout.spec.optimizers import STATE_FORMAT
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
+_QUESTIONS = (MEASURED, LENGTHS, BESIDE, CHANGES)
+"""Questions that may be asked beside the layout; their answers follow it in this order."""
 _BAR_WIDTH = 60
 T = TypeVar("T")
 
@@ -30,13 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the config, the GPUs and the engine."""
     add_config(parser)
     add_machines(parser)
+    for question in _QUESTIONS:
+        question.add(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the explanation of a legal layout, or refuse it."""
+    found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
-    return show(options, _to_document(scenario, explanation), lambda _: _describe(scenario, explanation))
+    asked = Asked(options, case, explanation, found)
+    document = _to_document(scenario, explanation)
+    for question in _QUESTIONS:
+        document |= question.answer(asked)
+
+    def describe(_: object) -> Iterator[str]:
+        yield from _describe(scenario, explanation)
+        for question in _QUESTIONS:
+            yield from question.describe(document)
+
+    return show(options, document, describe)
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:

@@ -8,6 +8,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
 from dtlayout.base.formatting import align
 from dtlayout.commands.arguments import add_world, show
+from dtlayout.commands.case import add_given
 from dtlayout.programs.reading import READERS, parse_given, read_program
 from dtlayout.programs.understood import Understood
 
@@ -20,12 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_given(parser)
     add_world(parser)
     parser.add_argument("--output", metavar="FILE", type=Path, help="our config of the job, which explain takes")
-
-
-def add_given(parser: argparse.ArgumentParser) -> None:
-    """Add values of variables of a file."""
-    text = "a variable of another program's file that the file alone does not say; may be repeated"
-    parser.add_argument("--given", action="append", default=[], metavar="NAME=VALUE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

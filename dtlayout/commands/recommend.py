@@ -5,15 +5,16 @@ import gc
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.base.formatting import GIB
 from dtlayout.commands.adapter_options import add_adapter, with_adapter
 from dtlayout.commands.arguments import MODELS, name_gpu, show
+from dtlayout.commands.case import add_given
 from dtlayout.commands.engine_options import add_engine, read_engine
-from dtlayout.commands.recommend_document import BASELINES, make_document, make_scale_document
+from dtlayout.commands.recommend_document import BASELINES, compare_like, make_document, make_scale_document
 from dtlayout.commands.recommend_text import describe, describe_counts, describe_scale, list_reasons
 from dtlayout.config.loading import override
 from dtlayout.costmodel.engine import OWN_ENGINE
@@ -32,24 +33,28 @@ from dtlayout.spec.cluster import Cluster, find_gpu, load_cluster
 from dtlayout.spec.optimizers import Optimizer
 from dtlayout.spec.precision import Precision
 
+if TYPE_CHECKING:
+    from dtlayout.commands.like import Like
+
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the scenario, and the questions about it."""
-    parser.add_argument("--model", required=True, metavar="M", help=MODELS)
+    parser.add_argument("--like", type=Path, metavar="FILE", help="the job of a config, or of another program's file")
+    add_given(parser)
+    parser.add_argument("--model", metavar="M", help=MODELS)
     parser.add_argument("--vocab", type=int, metavar="V", help="another vocabulary size than the model's")
     add_adapter(parser)
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
     parser.add_argument("--gpu", metavar="NAME", help="a GPU type, such as a100-80g-sxm, h100-80g-sxm or cpu")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, unless --scale or --min-gpus says")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; the vendor's by default")
-    parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
-    parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
+    parser.add_argument("--seq-len", type=int, metavar="S", help="tokens of a sequence")
+    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     add_engine(parser)
     parser.add_argument(
         "--optimizer",
-        default="adamw",
         metavar="NAME[,KEY=VALUE…]",
         help="adamw by default, or such as sgd and muon, with keys of [optimizer], as in adamw,state_format=bfloat16",
     )
@@ -76,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", type=float, metavar="P", help="money for a GPU-hour, with --tokens")
     parser.add_argument("--min-gpus", action="store_true", help="the smallest cluster that trains the model")
     parser.add_argument("--verify", type=int, default=0, metavar="K", help="dry-run the K best, and drop what ooms")
+    text = "write the file of --like with the best layout; to FILE.patch or FILE.diff, the difference"
+    parser.add_argument("--patch", type=Path, metavar="FILE", help=text)
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the best layout for --engine's program")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with the answer as charts")
 
@@ -95,9 +102,15 @@ def _run(options: argparse.Namespace) -> int:
     _check(options)
     fixed = read_fixed(options.fix)
     avoided = read_avoided(options.avoid, fixed)
+    like = _read_like(options)
+    if like is not None:
+        fixed = {**like.fix_kernels(), **fixed}
+
+    def make_scenario(num_gpus: int | None = None) -> Scenario:
+        return _read_scenario(options, num_gpus) if like is None else like.scenario_on(num_gpus)
 
     def make_space(num_gpus: int | None = None) -> Space:
-        return Space(_read_scenario(options, num_gpus), fixed, avoided)
+        return Space(make_scenario(num_gpus), fixed, avoided)
 
     if options.scale:
         rows = scale([make_space(num_gpus) for num_gpus in _read_sizes(options.scale)], options.max_memory)
@@ -108,13 +121,13 @@ def _run(options: argparse.Namespace) -> int:
             write_scale_page(options.page, document)
         return show(options, document, describe_scale)
     if options.min_gpus:
-        per_node = _read_scenario(options, options.gpus or 1).cluster.gpus_per_node
+        per_node = make_scenario(options.gpus or 1).cluster.gpus_per_node
         space = find_smallest(make_space, per_node, 1.0 if options.max_memory is None else options.max_memory)
     else:
         space = make_space()
     if idle := find_idle(space):
         raise InvalidConfig(idle)
-    document = _search(space, options)
+    document = _search(space, options, like)
     if options.page:
         from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
 
@@ -122,7 +135,7 @@ def _run(options: argparse.Namespace) -> int:
     return show(options, document, describe)
 
 
-def _search(space: Space, options: argparse.Namespace) -> dict[str, Any]:
+def _search(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:
     """The document of a search, whose best layout is written where that is asked; InvalidLayout if it finds none."""
     search, margin = find_fitting(space, options.max_memory)
     result = search.run_kinds(options.top)
@@ -141,12 +154,22 @@ def _search(space: Space, options: argparse.Namespace) -> dict[str, Any]:
     result = result._replace(ranked=tuple(e for e in result.ranked if e.layout not in ooms))
     looked_at = tuple(estimate for estimate in looked_at if estimate.layout not in ooms)[:LOOKED_AT]
     document = make_document(search, result, looked_at, options, margin, verified)
+    if like is not None:
+        document |= compare_like(like, result.ranked[0], options.patch)
     if options.emit:
         from dtlayout.commands.emit import emit  # only now: a search does without configs
 
         emitted = emit(options.emit, space.scenario, result.ranked[0], list_reasons(document))
         document |= {"emitted": str(options.emit), "emitted_for": emitted._asdict()}
     return document
+
+
+def _read_like(options: argparse.Namespace) -> "Like | None":
+    if options.like is None:
+        return None
+    from dtlayout.commands.like import read_like  # only now: a search does without configs
+
+    return read_like(options)
 
 
 def _explain_nothing(search: Search, result: SearchResult) -> list[str]:
@@ -180,6 +203,12 @@ def _explain_nothing(search: Search, result: SearchResult) -> list[str]:
 
 def _check(options: argparse.Namespace) -> None:
     problems = [] if options.top >= 1 else [f"--top={options.top} must be at least 1"]
+    needed = {"--model": options.model, "--seq-len": options.seq_len, "--global-batch": options.global_batch}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing and not options.like:
+        problems.append(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; or give --like FILE")
+    if options.patch and not options.like:
+        problems.append("--patch writes the file of --like: give one")
     if options.verify < 0:
         problems.append(f"--verify={options.verify} must not be negative")
     if options.verify and options.engine != OWN_ENGINE:
@@ -221,7 +250,7 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
         cluster=cluster,
         engine=engine,
         precision=precision,
-        optimizer=_read_optimizer(options.optimizer),
+        optimizer=_read_optimizer(options.optimizer or "adamw"),
     )
 
 

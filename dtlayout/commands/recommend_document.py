@@ -8,8 +8,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import to_assumptions
 from dtlayout.costmodel.estimate import Estimate
@@ -29,6 +31,7 @@ from dtlayout.records.intervals import count_near, find_alike, find_intervals
 from dtlayout.spec.kernels import OpenKernels
 
 if TYPE_CHECKING:
+    from dtlayout.commands.like import Like
     from dtlayout.commands.verify import Verified
 
 BASELINES = {"thumb": choose_by_thumb, "playbook": choose_by_playbook}
@@ -136,6 +139,25 @@ def _compare_baseline(search: Search, best: Estimate, name: str, margin: Margin)
         "baseline": {"name": name, "layout": layout, "steps": chosen.steps, "slower_than_best": slower},
         "_baseline_difference": verdicts.describe_difference(best, chosen.estimate),
     }
+
+
+def compare_like(like: "Like", best: Estimate, patch: Path | None) -> dict[str, Any]:
+    """The layout of --like's file beside the best, and the best as changes of that file; writes `patch` if given."""
+    own, scenario, file = like.estimate(), like.case.scenario, like.file
+    if best.layout.world_size != own.layout.world_size:
+        raise InvalidConfig("--like compares layouts on as many GPUs; leave out --min-gpus")
+    yours: dict[str, Any] = {
+        "path": str(file.path) if file else None, "layout": _to_layout(scenario, own), "fits": own.fits,
+        "slower_than_best": own.step_time_s / best.step_time_s - 1,
+        "change": file.describe_patch(like.case, best) if file else None,
+    }  # fmt: skip
+    if patch is not None:
+        if file is None:
+            raise InvalidConfig(
+                "--patch changes a file of another program; of a config of ours, --emit writes a new one"
+            )
+        yours |= {"written": str(patch), "written_change": file.write_patch(patch, like.case, best)}
+    return {"yours": yours, "_yours_difference": verdicts.describe_difference(best, own)}
 
 
 def _complete(search: Search, choices: dict[str, Any], margin: Margin) -> Estimate | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dtlayout.base.formatting import GIB, align, plural, three_digits
+from dtlayout.base.formatting import GIB, align, plural, three_digits, wrap
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import describe_assumptions
 from dtlayout.costmodel.scenario import NO_TIME
@@ -42,6 +42,7 @@ def describe(document: JsonDocument) -> Iterator[str]:
         _list_others,
         _answer_why_not,
         _describe_baseline,
+        _describe_yours,
         _describe_emitted,
     ):
         if lines := list(list_part(document)):
@@ -189,6 +190,20 @@ def _describe_baseline(document: JsonDocument) -> Iterator[str]:
     yield f"{name} chooses {Layout(**chosen['layout'])}: {speed}"
     yield from (f"  {step}" for step in found["steps"])
     yield f"  Against 1 it is {document['_baseline_difference']}."
+
+
+def _describe_yours(document: JsonDocument) -> Iterator[str]:
+    """The layout of the file of --like, and the best as changes of that file."""
+    if not (yours := document.get("yours")):
+        return
+    chosen = yours["layout"]
+    misfit = "" if yours["fits"] else ", and does not fit"
+    yield f"Yours, {chosen['name']}: {_describe_speed(document, chosen)}, {chosen['step_time_s']:.3f} s a step{misfit}"
+    yield f"  Against 1 it is {document['_yours_difference']}."
+    if yours["change"] is not None:
+        yield from wrap(f"  1 in {yours['path']}: ", yours["change"] or ["nothing to change"])
+    if "written" in yours:
+        yield f"  It is written to {yours['written']}."
 
 
 def _describe_emitted(document: JsonDocument) -> Iterator[str]:

@@ -65,14 +65,20 @@ class PipelineLayout(NamedTuple):
     schedule: str
     virtual_stages: int
     stage_layers: tuple[int, ...]
-    recompute_every: int
-    """Each `recompute_every`-th block is computed again; 0 is none."""
+    recomputed: tuple[int, int]
+    """`every` and `number` of its Recompute: blocks of each period, and how many of them are computed again."""
 
     @classmethod
     def of(cls, layout: Layout) -> "PipelineLayout":
         """The part of a layout."""
-        every = Recompute.parse(layout.recompute).every
-        return cls(layout.pp, layout.schedule, layout.virtual_stages, layout.stage_layers, every)
+        period = cls.find_period(layout.recompute)
+        return cls(layout.pp, layout.schedule, layout.virtual_stages, layout.stage_layers, period)
+
+    @staticmethod
+    def find_period(recompute: str) -> tuple[int, int]:
+        """The value of `recomputed` for a `layout.recompute`."""
+        parsed = Recompute.parse(recompute)
+        return parsed.every, parsed.number
 
     @property
     def num_stages(self) -> int:

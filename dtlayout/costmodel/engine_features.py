@@ -164,8 +164,8 @@ class Features:
     schedules: tuple[str, ...] = ()
     """Pipeline schedules that the program has; all, where none is named."""
     recompute: tuple[str, ...] = ()
-    """Kinds of recomputation that the program has; every-N stands for any N. Where none is named, `checkpointing` says
-    them."""
+    """Kinds of recomputation that the program has; every-N and N-of-M stand for any. Where none is named,
+    `checkpointing` says them."""
     even_stages: bool = False
     """True if all stages have as many blocks; the embedding, the head or both may count as a block."""
     checkpointing: Literal["torch", "megatron"] = "megatron"

@@ -92,7 +92,8 @@ def check_recompute(engine: Engine, recompute: str) -> list[Refusal]:
     """The kind of recomputation is one of the engine's: those it names, or those its checkpointing can do."""
     asked = f"layout.recompute={recompute}"
     if known := engine.features.recompute:
-        kind = "every-N" if Recompute.parse(recompute).every > 1 else recompute
+        parsed = Recompute.parse(recompute)
+        kind = recompute if not parsed.is_partial else "every-N" if parsed.number == 1 else "N-of-M"
         return [] if kind in known else [_lack(engine, asked, f"use {' or '.join(known)}")]
     if engine.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1:
         return []

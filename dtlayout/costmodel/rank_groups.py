@@ -51,7 +51,8 @@ class Stages(NamedTuple):
 
 def group_stages(stages: Sequence[StageSlice], pipeline: PipelineLayout, num_first: int = 0) -> Stages:
     """Put the ranks of a pipeline with these stages into groups; `num_first` as in `StageClass.of`."""
-    recompute = Recompute(pipeline.recompute_every)
+    every, number = pipeline.recomputed
+    recompute = Recompute(every, number=number)
     classes = tuple([StageClass.of(stage, recompute, num_first) for stage in stages])
     placement, ranks = pipeline.placement, dict[tuple[StageClass, ...], list[int]]()
     for rank in range(pipeline.pp):

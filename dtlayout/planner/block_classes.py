@@ -23,7 +23,6 @@ from dtlayout.planner.space import Degrees, ScheduleChoice, Space
 from dtlayout.schedules.schedules import find_schedule
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.recompute import Recompute
 
 Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "alike", "ranked"]
 """Why a layout left the search.
@@ -167,7 +166,7 @@ class BlockClasses:
             if layouts and (kernels := with_one_loss(self.kernels.legal_for(layouts[0], recompute))):
                 parts = [key_of(layout, StageLayout) for layout in layouts]
                 recompute_s = min([self._least_recompute_s(part, each) for part in parts for each in kernels])
-                mappings = self._recomputed_mappings(block_class.mappings, Recompute.parse(recompute).every)
+                mappings = self._recomputed_mappings(block_class.mappings, PipelineLayout.find_period(recompute))
                 bounds = [(each.bound_s(block_s, recompute_s, head_s), each) for each in mappings]
                 found.append((block_class._replace(layouts=layouts), bounds))
         return found
@@ -221,19 +220,19 @@ class BlockClasses:
         }
 
     def _find_recomputed_mappings(
-        self, mappings: tuple[StepMapping, ...], recompute_every: int
+        self, mappings: tuple[StepMapping, ...], recomputed: tuple[int, int]
     ) -> list[RecomputedMapping]:
-        """The mappings with each `recompute_every`-th block recomputed; 0 is none."""
-        pipelines = [self.pipeline_of(each, recompute_every) for each in mappings]
+        """The mappings with blocks recomputed as in `PipelineLayout.recomputed`."""
+        pipelines = [self.pipeline_of(each, recomputed) for each in mappings]
         return [
             RecomputedMapping(each, pipeline, self._loads(pipeline, each.num_microbatches))
             for each, pipeline in zip(mappings, pipelines, strict=True)
         ]
 
-    def pipeline_of(self, mapping: StepMapping, recompute_every: int) -> PipelineLayout:
+    def pipeline_of(self, mapping: StepMapping, recomputed: tuple[int, int]) -> PipelineLayout:
         """The part of a mapping's layouts that stages depend on."""
         cuts = self.space.constant.get("stage_layers", ())
-        return PipelineLayout(mapping.pp, mapping.schedule, mapping.virtual_stages, cuts, recompute_every)
+        return PipelineLayout(mapping.pp, mapping.schedule, mapping.virtual_stages, cuts, recomputed)
 
     def _find_loads(self, pipeline: PipelineLayout, m: int) -> list[RankLoad]:
         waits, found = not find_schedule(pipeline.schedule).splits_backward, []

@@ -177,7 +177,7 @@ class Candidates:
     def _find_sent(self, mapping: StepMapping) -> list[Sent]:
         """Communication of the first ranks, for each state sharding that fits by itself and is not dominated."""
         degrees, m, scenario = mapping.degrees, mapping.num_microbatches, self.space.scenario
-        pipeline = self._pipelines(mapping, self.block_classes.pipeline_of(mapping, recompute_every=0))
+        pipeline = self._pipelines(mapping, self.block_classes.pipeline_of(mapping, recomputed=(0, 1)))
         group, layouts = pipeline.stages.groups[0], self.sharded_layouts(degrees)
         updates = self.updates(degrees, self.peaks.sizes(group.counts, degrees.tp, degrees.ep), group.has_head)
         fitting = [each for each, least in pipeline.state_bytes.items() if max(least) <= self.allowed_bytes]

@@ -49,7 +49,7 @@ class LayoutKind(NamedTuple):
     def with_degrees(cls, degrees: Degrees, schedule: str, recompute: str) -> "LayoutKind":
         """The kind of all layouts with some degrees, schedule and recomputation."""
         axes = tuple(axis for axis in _AXES if getattr(degrees, axis) > 1)
-        is_partial = Recompute.parse(recompute).every > 1
+        is_partial = Recompute.parse(recompute).is_partial
         return cls(axes, schedule if degrees.pp > 1 else "", "some" if is_partial else recompute)
 
 

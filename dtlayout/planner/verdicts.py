@@ -120,13 +120,18 @@ def describe_difference(other: Estimate, own: Estimate, than: str = "", least: f
     named = [(seconds, part) for seconds, part in differences if abs(seconds) >= 0.001 * other.step_time_s][:3]
     # What makes the difference comes first, what goes the other way follows.
     named.sort(key=lambda d: (d[0] * change < 0, -abs(d[0])))
-    waits_for = [axis for axis in ("tp", "cp", "ep") if any(getattr(e.layout, axis) > 1 for e in (other, own))]
-    parts = {part: name.format(join_words(waits_for)) for part, name in _PARTS.items()}
+    parts = name_parts(other.layout, own.layout)
     text = ", ".join(f"{_seconds(abs(s))} {'more' if s > 0 else 'less'} in {parts[part]}" for s, part in named)
     head = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}{than}"
     if abs(change) <= least:
         head = "as fast" if abs(change) < _LEAST_DIFFERENCE else f"as fast within {least:.1%}"
     return f"{head}: {text}" if text else head
+
+
+def name_parts(*layouts: Layout) -> dict[str, str]:
+    """Part of a step → words for it, where these layouts run."""
+    waits_for = [axis for axis in ("tp", "cp", "ep") if any(getattr(layout, axis) > 1 for layout in layouts)]
+    return {part: name.format(join_words(waits_for)) for part, name in _PARTS.items()}
 
 
 def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:

@@ -136,7 +136,7 @@ class Plan(Offload):
         if self.recompute.every:
             kept = " and ".join(sorted(self.recompute.kept))
             what = f"but for {kept}" if kept else "in full"
-            rows.append((self.blocks, f"recomputed {what}, one of {self.recompute.every}"))
+            rows.append((self.blocks, f"recomputed {what}, {self.recompute.number} of {self.recompute.every}"))
         if self.offloads_activations:
             rows.append((self.blocks, "kept on the host until a block before its backward"))
         if self.has_state_on_disk:

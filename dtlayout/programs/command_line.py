@@ -1,6 +1,7 @@
 """Command lines of programs whose options are --name value: one command of a script, and the values of its options."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
@@ -9,14 +10,31 @@ from dtlayout.programs.understood import OtherFile, Understood
 
 
 def find_command(file: OtherFile, is_ours: Callable[[str], bool]) -> Command:
-    """The last command of a script with a word that `is_ours`; InvalidConfig without one, or if it may not run."""
+    """The last command of a script with a word that `is_ours`; InvalidConfig without one, or if it may not run.
+
+    A word that holds a whole command, as behind eval or sh -c, is read like a script.
+    """
     lines = file.text.replace("\n", " ") if file.text.lstrip().startswith("--") else file.text
     for command in reversed(read_commands(lines, file.given)):
-        if any(is_ours(word) for word in command.words):
-            if command.condition:
-                raise InvalidConfig(f"the command lies in {command.condition}; take it out, or give its words alone")
-            return command
+        found = _find_inner(command, file, is_ours)
+        if any(is_ours(word) for word in found.words):
+            if lies_in := command.condition or found.condition:
+                raise InvalidConfig(f"the command lies in {lies_in}; take it out, or give its words alone")
+            return found
     raise InvalidConfig("no command of the script starts the program")
+
+
+def _find_inner(command: Command, file: OtherFile, is_ours: Callable[[str], bool]) -> Command:
+    """The command inside of a word, with the variables of the one outside; that one where no word holds any."""
+    is_evaluated = command.words[0] == "eval"
+    if not is_evaluated and any(is_ours(word) for word in command.words if " " not in word):
+        return command
+    for text in [" ".join(command.words[1:])] if is_evaluated else command.words:
+        if " " in text and any(is_ours(word) for word in text.split()):
+            for found in reversed(read_commands(text, file.given)):
+                if any(is_ours(word) for word in found.words):
+                    return replace(found, line=command.line, variables={**command.variables, **found.variables})
+    return command
 
 
 def split_program(words: Sequence[str], is_program: Callable[[str], bool]) -> tuple[list[str], list[str]]:

@@ -84,7 +84,7 @@ def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
     options: dict[str, Any] = dict.fromkeys(CHOSEN)
     for line in _one_an_option(words):
         name, *values = line.split(" ")
-        options[name] = values
+        options[name] = [value.strip("'") for value in values]
     return options, gaps
 
 
@@ -291,9 +291,11 @@ def _recompute(job: Job) -> tuple[list[str], list[str]]:
     full = ["--recompute-granularity", "full", "--recompute-method"]
     if parsed.every == 1:
         return [*full, "uniform", "--recompute-num-layers", "1"], []
-    number = ceil(max(job.estimate.stage_layers) / parsed.every)
+    stages = {*job.estimate.stage_layers}
+    number = ceil(max(stages) * parsed.number / parsed.every)
     gap = f"layout.recompute={text} is nothing that it has: the first {plural(number, 'block')} of each stage instead"
-    return [*full, "block", "--recompute-num-layers", f"{number}"], [gap]
+    is_exact = len(stages) == 1 and number * parsed.every == max(stages) * parsed.number
+    return [*full, "block", "--recompute-num-layers", f"{number}"], [gap] * (not is_exact)
 
 
 def _training(job: Job) -> list[str]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
 from dtlayout.programs.shell import Unknown
 from dtlayout.programs.understood import Row, Understood
@@ -42,6 +43,14 @@ def string(value: Any) -> str:
     return str(value)
 
 
+def several(value: Any) -> list[str]:
+    """Words, in a list or between commas; ValueError for another value."""
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(value)
+    return [str(word).strip() for word in words if word]
+
+
 def yes(value: Any) -> bool:
     """A truth value, also as a word; ValueError for another value."""
     words = {"true": True, "false": False}
@@ -53,7 +62,8 @@ def yes(value: Any) -> bool:
 
 
 KINDS: Mapping[Any, str] = {
-    positive: "whole number above 0", whole: "whole number", real: "number", string: "word", yes: "true or false",
+    positive: "whole number above 0", whole: "whole number", real: "number", string: "word", several: "list of words",
+    yes: "true or false",
 }  # fmt: skip
 """Function that reads a value → description of such values."""
 
@@ -111,6 +121,7 @@ class OptionReader:
 
     def __init__(self, found: Understood, options: Mapping[str, Any]):
         self.found, self.options = found, options
+        found.values = options
         self.used: set[str] = set()
 
     def call(self, name: str) -> str:
@@ -158,9 +169,15 @@ class OptionReader:
         return None
 
     def show(self, name: str) -> str:
-        """The option as the file has it."""
+        """The option as the file has it, cut to a line."""
         value = self.options[name]
-        return f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
+        words = {True: "true", False: "false", None: "null"}
+        is_word = value is None or isinstance(value, bool)
+        return f"{name} = {words[value] if is_word else shorten(str(value), 80)}"
+
+    def show_if_there(self, name: str) -> str:
+        """The option as the file has it; its name alone where it is not there."""
+        return self.show(name) if name in self.options else name
 
     def put(self, section: str, key: str, name: str, kind: Callable[[Any], Any]) -> Any:
         """Note an option that is one of our keys; None where it is not there."""
@@ -182,7 +199,8 @@ class OptionReader:
     def put_or_default(self, section: str, values: Mapping[str, Any], name: str, default: str, shown: str = "") -> None:
         """Note what an option says, or that its default stands where the file does not have it."""
         said = self.options.get(name) is not None
-        self.found.put(section, values, shown or name, "read" if said else "assumed", "" if said else default)
+        shown = shown or (self.show(name) if said else name)
+        self.found.put(section, values, shown, "read" if said else "assumed", "" if said else default)
 
     def assume(self, section: str, values: Mapping[str, Any], what: str, note: str) -> None:
         """Note what the file does not say."""

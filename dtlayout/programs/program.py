@@ -108,7 +108,7 @@ class Program:
     """File of that version that reads the options."""
     write: Callable[[Job], Arguments]
     """Function that writes the arguments of a job."""
-    options: Callable[[Job], tuple[dict[str, Any], list[str]]] | None = None
+    options: Callable[[Job], tuple[dict[str, Any], list[str]]]
     """Function that says the options which all but the model decides, by their names as a reader has them, and gaps;
     None stands for an option that is left out. Two jobs differ in a file as their options do."""
     together: tuple[frozenset[str], ...] = ()

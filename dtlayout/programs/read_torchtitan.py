@@ -1,300 +1,261 @@
 """torchtitan, read: the TOML file of its releases up to 0.2.2, or a command that starts it, as our config.
 
-A command of 0.3 names a config of its code (`--config llama3_8b`), whose values are `NAMED`; options behind it change
-them. Defaults are those of JobConfig.
+All is read by the names of 0.2.2 and with its defaults; those of other releases are in torchtitan_names.py.
 """
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from math import ceil
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs.command_line import count_ranks, find_command, read_options, split_program
-from dtlayout.programs.options import OptionReader, positive, string, yes
-from dtlayout.programs.program import TORCH_SCHEDULES
-from dtlayout.programs.shell import Command, Unknown
-from dtlayout.programs.torchtitan import CONVERTERS, FLAVORS, MIXTURES, OPTIONS, ROTATE, TORCHTITAN
-from dtlayout.programs.trees import read_tree
-from dtlayout.programs.understood import OtherFile, Row, Understood
+from dtlayout.base.toml import problems_of
+from dtlayout.models.presets import PRESETS
+from dtlayout.programs.options import positive, several, string, whole
+from dtlayout.programs.torchtitan import FLAVORS, MIXTURES, MODULES, OPTIONS, ROTATE, SCHEDULES, TORCHTITAN
+from dtlayout.programs.torchtitan_blocks import BlocksReader
+from dtlayout.programs.torchtitan_command import MARK, read_script, rewrite
+from dtlayout.programs.torchtitan_names import IGNORED, OTHERWISE, PREDICTED, to_newest
+from dtlayout.programs.torchtitan_stages import count_between, count_named, cut_stages
+from dtlayout.programs.understood import OtherFile, Understood
+from dtlayout.schedules.schedules import find_schedule
 from dtlayout.spec.layout_keys import DISPATCHERS
 
-NAMED: Mapping[str, Mapping[str, Any]] = {
-    "llama3_8b": {
-        "model.flavor": "8B", "optimizer.lr": 3e-4, "training.local_batch_size": 1, "training.seq_len": 8192,
-        "activation_checkpoint.mode": "selective",
-    },
-    "llama3_70b": {
-        "model.flavor": "70B", "optimizer.lr": 1.5e-4, "training.local_batch_size": 8, "training.seq_len": 8192,
-        "parallelism.tensor_parallel_degree": 8, "activation_checkpoint.mode": "full",
-    },
-    "llama3_405b": {
-        "model.flavor": "405B", "optimizer.lr": 8e-5, "training.local_batch_size": 2, "training.seq_len": 8192,
-        "parallelism.tensor_parallel_degree": 8, "parallelism.enable_async_tensor_parallel": True,
-        "activation_checkpoint.mode": "full", "compile.enable": True,
-        "model.converters": ["quantize.linear.float8"], "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
-    },
-}  # fmt: skip
-"""Config that a command of 0.3 names → what it says, by the names of 0.2.2."""
-_OLDER: Mapping[str, str] = {
-    "training.compile": "compile.enable", "training.batch_size": "training.local_batch_size",
-    "float8": "quantize.linear.float8", "mx": "quantize.linear.mx",
-    "activation_checkpoint.selective_ac_type": "activation_checkpoint.selective_ac_option",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-}  # fmt: skip
-"""Name, or section, of an earlier release → that of 0.2.2."""
-_SCHEDULES = {theirs: ours for ours, theirs in TORCH_SCHEDULES.items()} | {
-    "LoopedBFS": "looped-bfs", "InterleavedZeroBubble": "interleaved-zb", "ZBVZeroBubble": "zb-v",
-    "DualPipeV": "dualpipe-v",
-}  # fmt: skip
-_LOOPED = {"interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v"}
-"""Schedules with two stages on each rank by default."""
-_STAGES = ("schedule", "layers_per_stage", "schedule_csv", "first_stage_less_layers", "last_stage_less_layers",
-           "microbatch_size", "split_points")  # fmt: skip
-"""Options of a pipeline, behind parallelism.pipeline_parallel_."""
-_IGNORED = {
-    "where a run writes": r"job\..*|comm\..*|debug\..*|fault_tolerance\..*|ft\..*|dump_folder|experimental\.custom_.*",
-    "data and tokens": r"training\.(dataset|dataset_path|steps|deterministic|seed|gc_.*)|dataloader\..*"
-    r"|model\.(hf_assets_path|tokenizer_path|tokenizer|print_after_conversion)|hf_assets_path|tokenizer\..*",
-    "logs and evaluation": r"(profiling|profiler|metrics|validation|validator|memory_estimation)\..*",
-    "checkpoints": r"checkpoint\..*",
-    "the course of the learning rate": r"lr_scheduler\..*|optimizer\.(warmup_steps|implementation)",
-    "the casts of fp8": r"quantize\.linear\.(float8|mx)\.(precompute.*|force_recompute.*|filter_fqns|emulate|mxfp8_.*)",
-    "the compiler": r"compile\.(backend|model_backend_override)",
-    "how gradients meet": r"parallelism\.(enable_compiled_autograd|context_parallel_load_balancer"
-    r"|pipeline_parallel_expert_parallel_overlap)",
+_PRESETS = {(MODULES[PRESETS[name].family], flavor): name for name, flavor in FLAVORS.items()} | {
+    ("qwen3", flavor): f"qwen3-{flavor.lower()}" for flavor in MIXTURES
 }
-_OTHERWISE = (
-    r"activation_checkpoint\.(per_op_.*|early_stop|preserve_rng_state|determinism_check|visualize_.*|debug)"
-    r"|quantize\.grouped_mm\..*|parallelism\.(disable_loss_parallel|module_fqns.*)|model\.(norm_type|attn_.*)"
-)
+"""torchtitan's name of a model and its flavor → preset with the same sizes."""
+_P, _PP, _PARTS = "parallelism.", "parallelism.pipeline_parallel_", "parallelism.module_fqns_per_model_part"
+_STAGES = ("schedule", "schedule_csv", "layers_per_stage", "first_stage_less_layers", "last_stage_less_layers",
+           "microbatch_size", "microbatches", "split_points")  # fmt: skip
+"""Options of a pipeline, behind _PP."""
+_DEGREES = ("tp", "cp", "pp", "dp_replicate", "ep")
+_SCHEDULES = {theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
 
 
 def is_ours(file: OtherFile) -> bool:
-    """True for a TOML file with torchtitan's sections, and for a command with its module or its script."""
-    if file.tree is not None and file.tree.language == "toml":
-        sections = {name.partition(".")[0] for name in file.tree.values}
-        return "training" in sections and bool(sections & {"parallelism", "job", "activation_checkpoint"})
-    return file.tree is None and any(mark in file.text for mark in ("torchtitan", "--parallelism.", "run_train.sh"))
+    """True for a TOML file with torchtitan's sections, and for a script that starts it."""
+    if file.tree is None:
+        return MARK.search(file.text) is not None
+    sections = {name.partition(".")[0] for name in file.tree.values}
+    others = {"parallelism", "job", "activation_checkpoint"}
+    return file.tree.language == "toml" and "training" in sections and bool(sections & others)
 
 
 def read(file: OtherFile) -> Understood:
     """The job of a TOML file or of a command; what is not understood is in its `problems`."""
     found = Understood(TORCHTITAN.engine, TORCHTITAN.title)
-    options: dict[str, Any] = {}
-    if file.tree is not None:
-        options = dict(file.tree.values)
-    else:
-        options = _read_command(find_command(file, _starts_it), file, found)
+    options, is_named = (dict(file.tree.values), False) if file.tree is not None else read_script(file, found)
     found.num_gpus = file.num_gpus or found.num_gpus
-    _TorchtitanReader(found, {_to_newest(name): value for name, value in options.items()}).read()
+    releases, newest, own = set[str](), dict[str, Any](), dict[str, str]()
+    for theirs, value in options.items():
+        name, release = to_newest(theirs)
+        if value != {}:  # a section without options
+            newest[name], own[name] = value, theirs
+            releases.add(release)
+    found.rewrite = rewrite
+    found.names = {name: theirs for name, theirs in own.items() if name != theirs}
+    release = "0.3" if is_named else next((each for each in ("0.3", "0.0", "0.1") if each in releases), "0.2.2")
+    _TorchtitanReader(found, newest, release).read(file.given)
+    for name, theirs in own.items():
+        if name != theirs:  # rows and problems name an option as the file does
+            pattern = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\.?\w)")
+            found.rows = [row._replace(option=pattern.sub(theirs, row.option)) for row in found.rows]
+            found.problems = [pattern.sub(theirs, problem) for problem in found.problems]
     return found
 
 
-def _starts_it(word: str) -> bool:
-    return word.endswith(("torchtitan.train", "torchtitan/train.py", "run_train.sh")) or "--parallelism." in word
-
-
-def _read_command(command: Command, file: OtherFile, found: Understood) -> dict[str, Any]:
-    """Options of a command: those of the file or the config that it names, and those behind it."""
-    before, own = split_program(command.words, _starts_it)
-    options = read_options(own if before or own else command.words, found)
-    options = {re.sub(r"\.no_", ".", name): value is not True if ".no_" in name else value
-               for name, value in ((name.replace("-", "_"), value) for name, value in options.items())}  # fmt: skip
-    count_ranks(read_options(before, found), found)
-    said = {**command.variables, **file.given}
-    if "NGPU" in said and str(said["NGPU"]).isdigit():
-        found.num_gpus = int(said["NGPU"])
-    path = options.pop("job.config_file", None) or options.pop("job.config", None) or said.get("CONFIG_FILE")
-    module, name = options.pop("module", said.get("MODULE")), options.pop("config", said.get("CONFIG"))
-    if path:
-        return {**_read_named_file(path, file), **options}
-    if name is None:
-        return options
-    if (known := NAMED.get(name)) is None:
-        raise InvalidConfig(f"--config {name} is in the program's code; {', '.join(NAMED)} are known here")
-    found.rows.append(Row(f"--module {module or 'llama3'} --config {name}", "the values of that name", "read"))
-    return {"model.name": "llama3", **known, **options}
-
-
-def _read_named_file(path: Any, file: OtherFile) -> Mapping[str, Any]:
-    """Values of the TOML file that a command names, beside the script."""
-    if isinstance(path, Unknown):
-        raise InvalidConfig(f"the config file is {path}, {path.reason}: --given {path.variable}=FILE says it")
-    place = Path(path) if Path(path).is_absolute() else file.path.parent / path
-    try:
-        tree = read_tree(place.read_text(encoding="utf-8"), file.given)
-    except (OSError, ValueError):
-        tree = None
-    if tree is None:
-        raise InvalidConfig(f"the config file {path} is not there, beside the script; give it in its place")
-    return tree.values
-
-
-def _to_newest(name: str) -> str:
-    """The name in 0.2.2 of an option that an earlier release has elsewhere."""
-    section, dot, key = name.partition(".")
-    return _OLDER.get(name) or (f"{_OLDER[section]}.{key}" if dot and section in _OLDER else name)
-
-
-class _TorchtitanReader(OptionReader):
-    def read(self) -> None:
+class _TorchtitanReader(BlocksReader):
+    def read(self, given: Mapping[str, str]) -> None:
         """Fill the value that was given, section by section."""
-        self._read_model()
+        self._read_model(given.get("n_layers", ""))
+        self._read_optimizer()
         self.read_table(OPTIONS)
-        layout = self.found.tables["layout"]
-        self._read_experts(layout)
-        self._read_degrees(layout)
-        self._read_batch(layout)
-        self._read_stages(layout)
-        self._read_sharding(layout)
-        self._read_recompute()
-        self._read_kernels()
-        self.read_rest(_IGNORED, _OTHERWISE)
+        self.tp, self.cp, self.pp, self.copies, self.ep = (self.found.get("layout", key, 1) for key in _DEGREES)
+        self._read_degrees()
+        self._read_experts()
+        self._read_batch(self._read_stages())
+        self._read_sharding()
+        self.read_recompute()
+        self.read_kernels()
+        self.read_formats()
+        for name, predicted in PREDICTED.items():
+            if str(self.options.get(name)).lower() == str(predicted).lower():
+                self.has(name)
+        self.read_rest(IGNORED, OTHERWISE)
 
-    def _read_model(self) -> None:
+    def _read_model(self, num_layers: str) -> None:
         name, flavor = self.value("model.name", string) or "llama3", self.value("model.flavor", string) or "debugmodel"
-        presets = {(_module_of(preset), known): preset for preset, known in FLAVORS.items()}
-        presets |= {("qwen3", known): f"qwen3-{known.lower()}" for known in MIXTURES}
+        bare = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
+        preset = _PRESETS.get((name.removesuffix("_ft"), bare))
+        self.model = PRESETS[preset] if preset else None
+        self.num_layers = self.model.num_layers if self.model else int(num_layers) if num_layers.isdigit() else 0
         shown = f"model.name = {name}, model.flavor = {flavor}"
-        if (preset := presets.get((name, flavor))) is not None:
-            self.found.put("model", {"name": preset}, shown)
-        else:
+        if preset is None:
             self.found.ignore(shown, "the sizes are in the program's code: --model M says them", "assumed")
+        else:
+            self.found.put("model", {"name": preset}, shown)
+        if bare != flavor or self.release == "0.3":
+            self.found.ignore(f"model.flavor = {flavor}", "its attention is predicted as SDPA", "assumed")
+        elif self.release == "0.2.2":  # those before try FlashAttention-2 first
+            self.assume("kernels", {"attention": "sdpa-cudnn"}, "", "the first that SDPA tries")
 
-    def _read_experts(self, layout: Mapping[str, Any]) -> None:
-        backend = self.choice(
-            "parallelism.expert_parallel_comm_backend", {"standard": DISPATCHERS[0], "deepep": "deepep"}
-        )
-        if backend and layout["ep"] > 1:
-            self.found.put("layout", {"ep_dispatcher": backend}, self.show("parallelism.expert_parallel_comm_backend"))
-        cut = self.value("parallelism.expert_tensor_parallel_degree", positive) or 1
-        if cut > 1 and layout["ep"] > 1:
-            self.found.problems.append(
-                f"parallelism.expert_tensor_parallel_degree={cut} cuts experts by tp, which is not predicted; 1 is"
-            )
+    def _read_optimizer(self) -> None:
+        """Options by which 0.3 says the optimizer in a way of its own."""
+        betas = self.options.get("optimizer.betas")
+        if self.has("optimizer.betas") and isinstance(betas, list) and len(betas) == 2:
+            self.options = {**self.options, "optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
+        elif betas is not None:
+            self.refuse("optimizer.betas", "is no pair of numbers")
+        if self.options.get("optimizer.implementation") == "fused_opt_states_bf16":
+            self.has("optimizer.implementation")
+            self.found.put("optimizer", {"state_format": "bfloat16"}, self.show("optimizer.implementation"))
 
-    def _read_degrees(self, layout: dict[str, Any]) -> None:
-        """The degrees of data parallelism, and with them the number of GPUs."""
-        ranks = layout["tp"] * layout["cp"] * layout["pp"] * layout["dp_replicate"]
-        shards, num_gpus = layout["dp_shard"], self.found.num_gpus
-        if shards == -1 and num_gpus:
-            if num_gpus % ranks:
-                self.found.problems.append(f"{num_gpus} GPUs are no multiple of the other degrees, {ranks}")
-            layout["dp_shard"] = max(1, num_gpus // ranks)
-        elif shards != -1:
-            needed = ranks * shards
+    def _read_degrees(self) -> None:
+        """Check the degrees of data parallelism, and find the number of GPUs by them."""
+        others, num_gpus = self.tp * self.cp * self.pp * self.copies, self.found.num_gpus
+        name, self.shards = f"{_P}data_parallel_shard_degree", self.found.get("layout", "dp_shard", -1)
+        if self.shards == -1:
+            self.shards = 0 if num_gpus % others else num_gpus // others  # 0 where the GPUs are not known
+            if num_gpus % others:
+                said = [self.show(each) for each in self.options if re.fullmatch(rf"{_P}\w+_degree", each)]
+                self.found.problems.append(f"{num_gpus} GPUs are no multiple of {others}, by {', '.join(said)}")
+        elif self.shards < 1:
+            self.refuse(name, "is neither -1 nor above 0")
+        else:
+            self.found.num_gpus = needed = others * self.shards
             if num_gpus and num_gpus != needed:
-                self.found.problems.append(f"the degrees multiply to {needed}, and the job has {num_gpus} GPUs")
-            self.found.num_gpus = needed
-        method = self.choice("parallelism.context_parallel_rotate_method", {v: k for k, v in ROTATE.items()})
-        if layout["cp"] > 1:
-            name = "parallelism.context_parallel_rotate_method"
+                self.refuse(name, f"and the other degrees make {needed} GPUs, and the job has {num_gpus}")
+        self.is_whole = self.shards == 1 == self.cp
+        if self.is_whole and self.tp * self.pp > 1 and self.release != "0.3":
+            if self.copies > 1:
+                self.refuse(f"{_P}data_parallel_replicate_degree", "beside tp or pp takes a shard degree above 1")
+            params = self.found.get("precision", "params", "float32")
+            if params != self.found.get("precision", "compute"):
+                note = "nothing is sharded, beside tp or pp"
+                self.take_back("precision", {"compute": params}, "training.mixed_precision_param", note)
+        name = f"{_P}context_parallel_rotate_method"
+        method = self.choice(name, {theirs: ours for ours, theirs in ROTATE.items()})
+        if self.cp > 1:
             self.put_or_default("layout", {"cp_method": method or "gather"}, name, "its default, allgather")
         elif method:
-            self.found.ignore(self.show("parallelism.context_parallel_rotate_method"), "cp is 1", "no effect")
+            self.found.ignore(self.show(name), "cp is 1", "no effect")
 
-    def _read_batch(self, layout: Mapping[str, Any]) -> None:
-        """Sequences of a forward and of a step; a rank is given those of all its microbatches in a pipeline."""
-        local = self.value("training.local_batch_size", positive) or 8
-        shown = f"training.local_batch_size = {local}"
-        ours = local
-        if layout["pp"] > 1:
-            ours = self.value("parallelism.pipeline_parallel_microbatch_size", positive) or 1
-            shown = f"parallelism.pipeline_parallel_microbatch_size = {ours}"
-            if local % ours:
-                self.found.problems.append(
-                    f"training.local_batch_size={local} is no multiple of the pipeline's microbatch, {ours}"
-                )
-        self.found.put("layout", {"micro_batch": ours}, shown)
-        whole_batch = self.options.get("training.global_batch_size", -1)
-        if whole_batch != -1:
-            self.put("batch", "global_batch", "training.global_batch_size", positive)
-        elif layout["dp_shard"] > 0:
-            self.has("training.global_batch_size")
-            total = local * layout["dp_replicate"] * layout["dp_shard"]
-            self.assume("batch", {"global_batch": total}, "training.global_batch_size", "local_batch_size on each rank")
-        else:
-            self.has("training.global_batch_size")
+    def _read_experts(self) -> None:
+        name, ranks = f"{_P}expert_parallel_degree", self.shards * self.cp * self.tp
+        mixes = self.model is None or self.model.experts is not None
+        backend = self.choice(f"{_P}expert_parallel_comm_backend", {"standard": DISPATCHERS[0], "deepep": "deepep"})
+        cut = self.value(f"{_P}expert_tensor_parallel_degree", positive) or 1
+        if not mixes and self.ep > 1:
+            self.ep = 1
+            self.take_back("layout", {"ep": 1}, name, "the model has no experts")
+        for each in ("expert_parallel_comm_backend", "expert_tensor_parallel_degree"):
+            if self.ep == 1 and self.has(f"{_P}{each}"):
+                self.found.ignore(self.show(f"{_P}{each}"), "ep is 1", "no effect")
+        if self.ep > 1:
+            if backend:
+                self.found.put("layout", {"ep_dispatcher": backend}, self.show(f"{_P}expert_parallel_comm_backend"))
+            if backend == "deepep" and self.model and self.release == "0.2.2":
+                note = "0.2.2 itself has it for DeepSeek and Llama 4 alone"
+                self.found.ignore(self.show(f"{_P}expert_parallel_comm_backend"), note, "assumed")
+            if ranks % self.ep:
+                self.refuse(name, f"does not divide the {ranks} ranks of dp_shard, cp and tp")
+        if self.ep > 1 and cut > 1:
+            self.refuse(f"{_P}expert_tensor_parallel_degree", "cuts experts by tp, which is not predicted; 1 is")
+        elif self.ep == 1 and self.tp > 1 and self.model and self.model.experts:
+            self.refuse(name, "leaves experts cut by tp, which is not predicted; a degree above 1 is")
 
-    def _read_stages(self, layout: dict[str, Any]) -> None:
-        names = [f"parallelism.pipeline_parallel_{name}" for name in _STAGES]
-        if layout["pp"] == 1:
-            for name in (*names, "parallelism.module_fqns_per_model_part"):
+    def _read_stages(self) -> int:
+        """Note the schedule and the stages, of which the number is returned."""
+        names = {key: f"{_PP}{key}" for key in _STAGES}
+        if self.pp == 1:
+            for name in (*names.values(), _PARTS):
                 if self.has(name):
                     self.found.ignore(self.show(name), "pp is 1", "no effect")
-            return
-        schedule = self.choice(names[0], _SCHEDULES) or "1f1b"
-        virtual = 2 if schedule in _LOOPED else 1
-        if (parts := self.options.get("parallelism.module_fqns_per_model_part")) and isinstance(parts, list):
-            self.has("parallelism.module_fqns_per_model_part")
-            layers = [sum(str(each).startswith("layers.") for each in part) for part in parts]
-            virtual = max(1, len(layers) // layout["pp"])
-            self.found.put("layout", {"stage_layers": layers}, "parallelism.module_fqns_per_model_part")
-        elif size := self.value(names[1], positive):
-            self.found.problems.append(
-                f"{names[1]}={size} depends on blocks that the file does not say; "
-                f"write parallelism.module_fqns_per_model_part"
+            return 1
+        said = self.value(names["schedule"], string) or "1F1B"
+        ours = _SCHEDULES.get(said.lower().replace("_", ""))
+        if ours is None or self.value(names["schedule_csv"], string):
+            self.refuse(names["schedule" if ours is None else "schedule_csv"], "is nothing that is known here")
+            return self.pp
+        schedule = find_schedule(ours)
+        try:
+            layers, name, note = self._cut(schedule.least_virtual_stages, names)
+        except InvalidConfig as error:
+            self.found.problems += error.problems
+            return self.pp
+        virtual = len(layers) // self.pp if layers else schedule.least_virtual_stages
+        if len(layers) % self.pp or not schedule.takes(self.pp, virtual):
+            self.refuse(names["schedule"], f"on {self.pp} ranks takes no {len(layers)} stages, as {name} makes")
+        note_schedule = "its default" if ours == "1f1b" else f"its default has {virtual} stages on a rank"
+        self.put_or_default("layout", {"schedule": ours, "virtual_stages": virtual}, names["schedule"], note_schedule)
+        if layers:
+            self.put_or_default("layout", {"stage_layers": layers}, name, note)
+        else:
+            self.found.ignore("", "stages are cut by cost: --given n_layers=N says the blocks, for its rule", "assumed")
+        return self.pp * virtual
+
+    def _cut(self, virtual: int, names: Mapping[str, str]) -> tuple[list[int], str, str]:
+        """Blocks of each stage, the option that says them, and a note where none does; none if their number is unknown.
+
+        InvalidConfig for stages that are none.
+        """
+        size, points = self.value(names["layers_per_stage"], positive), self.value(names["split_points"], several)
+        ends = [self.value(names[f"{end}_stage_less_layers"], whole) for end in ("first", "last")]
+        first, last = (1 if each is None else each for each in ends)
+        name = _PARTS if self.has(_PARTS) else names["split_points" if points else "layers_per_stage"]
+        if name != _PARTS and (size or points) and not self.num_layers:
+            raise InvalidConfig(
+                f"{name} takes the number of blocks, which is in the program's code: --given n_layers=N"
             )
-        self.put_or_default("layout", {"schedule": schedule, "virtual_stages": virtual}, names[0], "its default")
+        with problems_of(name):
+            if name == _PARTS:
+                return count_named(self.options[_PARTS], self.num_layers), name, ""
+            if points:
+                return count_between(points, self.num_layers), name, ""
+            number = ceil((self.num_layers + first + last) / size) if size else self.pp * virtual
+            note = "its rule, where embedding and head count as blocks"
+            return cut_stages(self.num_layers, number, first, last) if self.num_layers else [], name, note
 
-    def _read_sharding(self, layout: Mapping[str, Any]) -> None:
-        name = "parallelism.fsdp_reshard_after_forward"
-        how, pp = self.choice(name, {each: each for each in ("default", "always", "never")}) or "default", layout["pp"]
-        gathered_again = how == "always" or (how == "default" and pp == 1)
-        zero = 3 if gathered_again else 1 if pp > 1 else 2
-        default = "its default: gathered again, but in a pipeline"
-        self.put_or_default("layout", {"zero": zero}, name, default, f"{name} = {how}")
+    def _read_batch(self, num_stages: int) -> None:
+        """Sequences of a forward and of a step; a rank is given those of all its microbatches in a pipeline."""
+        name, step = "training.local_batch_size", "training.global_batch_size"
+        local = self.value(name, positive) or 8
+        ours = local
+        if self.pp > 1:
+            name = f"{_PP}microbatch_size"
+            count = self.value(f"{_PP}microbatches", positive) or (num_stages if self.release == "0.0" else None)
+            ours = self.value(name, positive) or (max(1, local // count) if count else 1)
+            if local % ours or (count and local % count):
+                self.refuse("training.local_batch_size", f"is no multiple of the pipeline's microbatch, {ours}")
+        default = "its default" + ", by which a stage has a microbatch" * (self.pp > 1 and self.release == "0.0")
+        self.put_or_default("layout", {"micro_batch": ours}, name, default, f"{name} = {ours}")
+        total, ranks = self.value(step, whole) or -1, self.copies * self.shards
+        if total > 0:
+            self.found.put("batch", {"global_batch": total}, self.show(step))
+        if total > 0 and ranks and total % (local * ranks):
+            self.refuse(step, f"is no multiple of local_batch_size * ranks of dp = {local} * {ranks}")
+        elif total > 0 and ranks and self.pp > 1 and (times := total // (local * ranks)) > 1:
+            self.found.ignore(self.show(step), f"fills the pipeline {times} times, and is predicted as once", "assumed")
+        elif total <= 0 and ranks:
+            note = "local_batch_size on each rank of dp"
+            self.put_or_default("batch", {"global_batch": local * ranks}, step, note)
+        elif total <= 0:
+            self.found.ignore(step, "local_batch_size on each rank of dp: --world N says how many", "assumed")
 
-    def _read_recompute(self) -> None:
-        mode = self.value("activation_checkpoint.mode", string) or "selective"
-        option = str(self.options.get("activation_checkpoint.selective_ac_option", "op"))
-        self.has("activation_checkpoint.selective_ac_option")
-        known = {"none": "none", "full": "full", "selective": "selective" if option == "op" else f"every-{option}"}
-        ours = known.get(mode)
-        if ours is None or (mode == "selective" and option != "op" and not option.isdigit()):
-            self.found.problems.append(f"activation_checkpoint.mode={mode} {option} is nothing that is known here")
+    def _read_sharding(self) -> None:
+        name = f"{_P}fsdp_reshard_after_forward"
+        how = self.choice(name, {each: each for each in ("default", "always", "never")}) or "default"
+        if self.is_whole:
+            if self.has(name):
+                self.found.ignore(self.show(name), "nothing is sharded", "no effect")
+            if self.found.get("layout", "offload") == "optimizer" and self.release != "0.3":
+                self.take_back("layout", {"offload": "none"}, "training.enable_cpu_offload", "nothing is sharded")
             return
-        if ours == "every-1":
-            ours = "full"
-        shown = f"activation_checkpoint.mode = {mode}" + f", selective_ac_option = {option}" * (mode == "selective")
-        self.put_or_default("layout", {"recompute": ours}, "activation_checkpoint.mode", "its default", shown)
-
-    def _read_kernels(self) -> None:
-        compiles = self.value("compile.enable", yes) or False
-        parts = self.options.get("compile.components", ["model", "loss"])
-        self.has("compile.components")
-        kind = "blocks" if compiles and "model" in parts else "none"
-        self.put_or_default("kernels", {"compile": kind}, "compile.enable", "its default")
-        if self.found.get("layout", "tp_overlap") and kind == "none":
-            self.found.ignore("parallelism.enable_async_tensor_parallel", "without compile.enable", "no effect")
-            self.found.tables["layout"]["tp_overlap"] = False
-        self._read_formats()
-
-    def _read_formats(self) -> None:
-        converters = self.options.get("model.converters") or []
-        self.has("model.converters")
-        names = [str(each).rpartition(".")[2] for each in converters if "grouped_mm" not in str(each)]
-        for unknown in [name for name in names if name not in ("float8", "mx")]:
-            self.found.problems.append(f"model.converters has {unknown}, which is not understood here")
-        float8, mx = "quantize.linear.float8.recipe_name", "quantize.linear.mx.recipe_name"
-        recipes = {"tensorwise": "fp8-tensorwise", "rowwise": "fp8-rowwise", "rowwise_with_gw_hp": "fp8-rowwise"}
-        recipe = self.choice(float8, recipes) or "fp8-tensorwise"
-        self.value(mx, string)
-        gathers = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-        self.value(gathers, yes)
-        for name in (float8, mx, gathers):
-            if name in self.options and name.split(".")[2] not in names:
-                self.found.ignore(self.show(name), "its converter is not among model.converters", "no effect")
-        if names:
-            matmuls = recipe if "float8" in names else next(each for each in CONVERTERS if each == "mxfp8")
-            self.found.put("precision", {"matmuls": matmuls}, f"model.converters = {converters}")
-
-
-def _module_of(preset: str) -> str:
-    return "llama3" if preset.startswith("llama") else "qwen3"
+        if how == "always" and self.pp > 1:
+            self.refuse(name, "in a pipeline is not predicted; never is")
+        zero = 1 if self.pp > 1 else 2 if how == "never" else 3
+        default = "its default: parameters are gathered again, but in a pipeline"
+        self.put_or_default("layout", {"zero": zero}, name, default, f"{name} = {how}")
+        if self.copies > 1 and self.shards == 1:
+            self.found.ignore(f"{_P}context_parallel_degree", "state that cp shards is predicted as copies", "assumed")

@@ -14,7 +14,8 @@ from dtlayout.spec.recompute import Recompute
 OPTIONS = (
     Option("training.seq_len", "batch", "seq_len", positive, 2048),
     Option("training.max_norm", "optimizer", "max_norm", real, 1.0),
-    Option("training.dtype", "precision", "params", string, "float32"),
+    Option("training.dtype", "precision", "params", string, "float32",
+           {"float32": "float32", "bfloat16": "bfloat16"}),
     Option("training.mixed_precision_param", "precision", "compute", string, "bfloat16",
            {"bfloat16": "bfloat16", "float32": "float32"}),
     Option("training.mixed_precision_reduce", "precision", "reduce", string, "float32", {"float32": "float32"}),
@@ -26,7 +27,7 @@ OPTIONS = (
     Option("parallelism.pipeline_parallel_degree", "layout", "pp", positive, 1),
     Option("parallelism.expert_parallel_degree", "layout", "ep", positive, 1),
     Option("parallelism.enable_async_tensor_parallel", "layout", "tp_overlap", yes, False),
-    Option("optimizer.name", "optimizer", "name", string, "adamw", {"AdamW": "adamw"}),
+    Option("optimizer.name", "optimizer", "name", string, "adamw", {"AdamW": "adamw", "Adam": "adamw"}),
     Option("optimizer.lr", "optimizer", "lr", real, 8e-4),
     Option("optimizer.beta1", "optimizer", "beta1", real, 0.9),
     Option("optimizer.beta2", "optimizer", "beta2", real, 0.95),
@@ -48,11 +49,16 @@ MODULES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 ROTATE = {"gather": "allgather", "ring": "alltoall"}
 """Our method of attention over cp → context_parallel_rotate_method."""
 CONVERTERS: dict[str, dict[str, Any]] = {
-    "fp8-tensorwise": {"float8.enable_fsdp_float8_all_gather": True},
-    "fp8-rowwise": {"float8.recipe_name": "rowwise"},
+    "fp8-tensorwise": {"float8.enable_fsdp_float8_all_gather": True, "float8.filter_fqns": ["output"]},
+    "fp8-rowwise": {"float8.recipe_name": "rowwise", "float8.filter_fqns": ["output"]},
     "mxfp8": {"mx.recipe_name": "mxfp8_cublas"},
 }
-"""precision.matmuls → keys of [quantize.linear]."""
+"""precision.matmuls → keys of [quantize.linear]; the head stays in the compute format, as mx has it by default."""
+SCHEDULES = TORCH_SCHEDULES | {
+    "looped-bfs": "LoopedBFS", "interleaved-zb": "InterleavedZeroBubble", "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}  # fmt: skip
+"""Our name of a schedule → torchtitan's."""
 
 
 def write(job: Job) -> Arguments:
@@ -80,13 +86,23 @@ def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
     if precision.reduce != "float32":
         gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")
         options["training.mixed_precision_reduce"] = "float32"
+    if precision.params == "float64":
+        gaps.append("precision.params=float64 is no choice of dtype: float32 is written instead")
+        options["training.dtype"] = "float32"
     if precision.compute == "float16":
         gaps.append("precision.compute=float16 is no choice of mixed_precision_param: bfloat16 is written instead")
         options["training.mixed_precision_param"] = "bfloat16"
+    if layout.dp_shard * layout.cp == 1 < layout.tp * layout.pp and precision.compute != precision.params:
+        gaps.append(
+            f"precision.compute={precision.compute} has no effect where nothing is sharded, beside tp or pp: "
+            f"it computes in {precision.params}"
+        )
     quantize = CONVERTERS.get(precision.matmuls, {})
     if precision.matmul_format and not quantize:
         gaps.append(f"precision.matmuls={precision.matmuls} is nothing that it has: bfloat16 is written instead")
-    if not layout.offloads_state:
+    if layout.offloads_state and layout.dp_shard * layout.cp == 1:
+        gaps.append(f"layout.offload={layout.offload} takes shards, by dp_shard or cp above 1: it is left out")
+    if not layout.offloads_state or layout.dp_shard * layout.cp == 1:
         options["training.enable_cpu_offload"] = None
     if not job.model.experts:
         options["parallelism.expert_parallel_degree"] = None
@@ -117,6 +133,12 @@ def _check(job: Job) -> None:
         )
     if model.experts:
         _check_experts(model, model.experts, layout)
+    if plain == "qwen3" and layout.is_pipelined:
+        raise InvalidLayout(f"torchtitan {TORCHTITAN.version} has no pipeline for Qwen3; use --fix pp=1")
+    if job.scenario.precision.matmuls == "mxfp8" and layout.tp > 1 and job.estimate.kernels.compile != "none":
+        raise InvalidLayout(
+            f"torchtitan {TORCHTITAN.version} compiles no mxfp8 beside tensor parallelism; use --fix tp=1"
+        )
     if layout.dp_replicate > 1 and not job.shards_state and layout.world_size > layout.dp_replicate:
         raise InvalidLayout(
             f"torchtitan copies a model that nothing shards only where tp, cp and pp are 1, and here is {layout}; "
@@ -187,9 +209,15 @@ def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
          "fsdp_reshard_after_forward", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
          "module_fqns_per_model_part")
     )  # fmt: skip
+    if layout.tp > 1 and not layout.sequence_parallel:
+        gaps.append("layout.sequence_parallel=false is nothing that it has: it shards the sequence over tp")
     if job.model.experts:
         table["expert_tensor_parallel_degree"] = 1
         table["expert_parallel_comm_backend"] = "deepep" if layout.sends_tokens_once else "standard"
+        if layout.sends_tokens_once:
+            gaps.append("layout.ep_dispatcher=deepep has no effect on its Qwen3, which sends copies to all experts")
+        if layout.tp > 1 and layout.ep == 1:
+            gaps.append("it cuts each expert over tp where ep is 1, and predicted are whole ones")
     if layout.cp > 1:
         table["context_parallel_rotate_method"] = ROTATE[layout.cp_method]
     if job.shards_state:
@@ -197,9 +225,10 @@ def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
         if layout.zero == 1 and not layout.is_pipelined and job.num_microbatches > 1:
             gaps.append("layout.zero=1 is nothing that it has: gradients are reduced after each microbatch, as zero=2")
     if layout.overlaps_tp and job.estimate.kernels.compile == "none":
-        gaps.append("layout.tp_overlap takes effect only with [compile] enable = true")
+        gaps.append("layout.tp_overlap takes effect only with [compile] enable = true: it is written as false")
+        table["enable_async_tensor_parallel"] = False
     if layout.is_pipelined:
-        schedule, unknown = choose("layout.schedule", layout.schedule, TORCH_SCHEDULES, "1F1B")
+        schedule, unknown = choose("layout.schedule", layout.schedule, SCHEDULES, "1F1B")
         gaps += unknown
         modules = name_stages(
             job.estimate.stage_layers, first="tok_embeddings", block="layers.{}", last=["norm", "output"]
@@ -217,7 +246,7 @@ def _recompute(text: str) -> dict[str, Any]:
     mode, option = "full", None
     if parsed.every == 0:
         mode = "none"
-    elif parsed.is_selective or parsed.every > 1:
+    elif parsed.is_selective or (parsed.is_partial and parsed.number == 1):
         mode, option = "selective", "op" if parsed.is_selective else f"{parsed.every}"
     return {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
 

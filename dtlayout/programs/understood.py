@@ -1,11 +1,15 @@
 """Understood: what a file of another program says, in our own words, and where each word comes from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from dtlayout.programs.program import Job
 from dtlayout.programs.trees import Tree
+
+ChooseOptions = Callable[[Job], tuple[dict[str, Any], list[str]]]
+"""Function from a job to the options that all but its model decides, and to sentences on what they cannot say."""
 
 How = Literal["read", "assumed", "ignored", "no effect"]
 """Part that an option plays. Read: the file says it. Assumed: a default or a usual value stands there. Ignored: it
@@ -23,6 +27,10 @@ class Row(NamedTuple):
     """Part that it plays."""
     note: str = ""
     """Reason of what is assumed, ignored or without effect."""
+
+
+Rewrite = Callable[[str, Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
+"""Function from a script's text and changes of its options to the text with some of them, and the others."""
 
 
 class OtherFile(NamedTuple):
@@ -60,6 +68,18 @@ class Understood:
     """Options of the file, in its order, and then what is assumed."""
     problems: list[str] = field(default_factory=list)
     """Options that are not understood, or whose value the file alone does not say."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Option → its value, or its words, as `options` has their names."""
+    file: OtherFile | None = None
+    """The file, by which it can be changed."""
+    options: ChooseOptions | None = None
+    """Function by which its program says a layout, as `Program.options`; None where nobody changes such files."""
+    together: Sequence[frozenset[str]] = ()
+    """Options that say one thing together, as `Program.together`."""
+    rewrite: Rewrite | None = None
+    """Function that makes changes which no option of a script says, where the program has a way of its own for some."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Option as `options` has it → the file's own name of it, where that is another one."""
 
     def put(self, section: str, values: Mapping[str, Any], option: str, how: How = "read", note: str = "") -> None:
         """Note values of one of our sections, and the option that they come from."""

@@ -109,7 +109,7 @@ def _to_flow(value: Any, quote: str = "") -> str:
     if isinstance(value, str):
         if quote == "'":
             return "'" + value.replace("'", "''") + "'"
-        if quote == '"' or load(value) != value:
+        if quote == '"' or not re.fullmatch(r"[A-Za-z][\w./-]*", value) or load(value) != value:
             return json.dumps(value)
         return value
     if isinstance(value, float):

@@ -107,8 +107,8 @@ class LayoutKeys(Offload):
     parameters."""
     recompute: str = "none"
     """Blocks that are computed again in backward. none: no block. full: every block. every-N: every N-th block.
-    selective: every block, which keeps the results of its matmuls and its attention. keep-attention and keep-matmuls:
-    every block, which keeps the results of that operation alone."""
+    N-of-M: the last N of each M blocks. selective: every block, which keeps the results of its matmuls and its
+    attention. keep-attention and keep-matmuls: every block, which keeps the results of that operation alone."""
     offload: Literal["none", "activations", "optimizer", "both", "disk"] = "none"
     """Tensors that lie in the host's memory. activations: those that blocks keep for their backward. optimizer:
     parameters, gradients and the optimizer's state, which the host updates. both: all of these. disk: gradients, with

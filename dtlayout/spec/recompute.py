@@ -17,6 +17,7 @@ _KEPT: dict[str, frozenset[Kept]] = {
     "selective": frozenset({"matmuls", "attention"}),
 }
 _EVERY = re.compile(r"every-([1-9][0-9]*)")
+_SOME = re.compile(r"([1-9][0-9]*)-of-([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,30 @@ class Recompute:
     """
 
     every: int
-    """Distance between recomputed blocks: each `every`-th one is. 0: none; 1: all."""
+    """Number of blocks after which it repeats itself: the last `number` of each `every` are recomputed. 0: none. 1:
+    all."""
     kept: frozenset[Kept] = frozenset()
     """Operations whose results a recomputed block keeps; empty in full recomputation. If there are any, the results of
     reduce-scatters and all-reduces are kept too: they wait for other ranks and are small."""
+    number: int = 1
+    """Number of recomputed blocks among each `every`."""
 
     @classmethod
     @cache
     def parse(cls, text: str) -> "Recompute":
-        """Read none, full, keep-attention, keep-matmuls, selective or "every-N"; anything else is an InvalidConfig."""
+        """Read none, full, keep-attention, keep-matmuls, selective, "every-N" or "N-of-M"; another text is an
+        InvalidConfig."""
         if text == "none":
             return cls(0)
         if text in _KEPT:
             return cls(1, _KEPT[text])
         if match := _EVERY.fullmatch(text):
             return cls(int(match[1]))
+        if (match := _SOME.fullmatch(text)) and 1 < (number := int(match[1])) < (every := int(match[2])):
+            return cls(every, number=number)
         raise InvalidConfig(
-            f"layout.recompute={text!r} is unknown; use none, {', '.join(_KEPT)} or every-N (every N-th block in full)"
+            f"layout.recompute={text!r} is unknown; use none, {', '.join(_KEPT)}, every-N (every N-th block in full) "
+            f"or N-of-M (N of every M blocks, 1 < N < M)"
         )
 
     @property
@@ -54,12 +62,21 @@ class Recompute:
 
     def covers(self, layer: int) -> bool:
         """Whether this block, counted from 0 over the whole model, is recomputed."""
-        return self.every > 0 and layer % self.every == self.every - 1
+        return self.every > 0 and layer % self.every >= self.every - self.number
+
+    @property
+    def is_partial(self) -> bool:
+        """True if some blocks are recomputed and others are not."""
+        return self.every > 1
 
     def count(self, layers: range) -> int:
         """Number of recomputed blocks among `layers`.
 
-        >>> Recompute.parse("every-2").count(range(3, 8))
-        3
+        >>> Recompute.parse("every-2").count(range(3, 8)), Recompute.parse("3-of-4").count(range(3, 8))
+        (3, 4)
         """
-        return layers.stop // self.every - layers.start // self.every if self.every else 0
+        return self._count_below(layers.stop) - self._count_below(layers.start) if self.every else 0
+
+    def _count_below(self, layer: int) -> int:
+        periods, rest = divmod(layer, self.every)
+        return periods * self.number + max(0, rest - (self.every - self.number))

@@ -71,7 +71,9 @@ def cases(draw, engines=ENGINES) -> Case:
         schedule="interleaved-1f1b" if v > 1 else draw(st.sampled_from(["1f1b", "1f1b", "gpipe"])),
         virtual_stages=v,
         zero=draw(st.sampled_from([1, 2, 3])),
-        recompute=draw(st.sampled_from(["none", "full", "selective", "keep-attention", "keep-matmuls", "every-2"])),
+        recompute=draw(
+            st.sampled_from(["none", "full", "selective", "keep-attention", "keep-matmuls", "every-2", "3-of-4"])
+        ),
     )
     m = draw(st.integers(1, 20)) * (pp if v > 1 else 1)
     batch = Batch(

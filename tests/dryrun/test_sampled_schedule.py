@@ -23,6 +23,7 @@ CASES = [
     Case(Layout(dp_replicate=2, dp_shard=2, zero=3), model=WIDE_HEAD, precision=BF16),
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="full"), model=DEEP, precision=BF16),
     Case(Layout(dp_shard=4, zero=3, recompute="every-2"), model=DEEPER, precision=BF16),
+    Case(Layout(dp_shard=4, zero=3, recompute="2-of-3"), model=DEEPER, precision=BF16),
     Case(Layout(pp=2, dp_shard=2), model=DEEPER, precision=BF16),
     Case(
         Layout(pp=2, dp_shard=2, zero=2, schedule="interleaved-1f1b", virtual_stages=2),

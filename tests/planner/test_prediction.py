@@ -50,7 +50,8 @@ def runs(draw: st.DrawFn) -> tuple[Config, Layout]:
         virtual_stages=draw(st.integers(2, 4)) if schedule == "interleaved-1f1b" else 1,
         zero=draw(st.sampled_from((1, 2, 3))),
         recompute=draw(
-            st.sampled_from(("none", "full", "selective", "keep-attention", "keep-matmuls", "every-2", "every-7"))
+            st.sampled_from(("none", "full", "selective", "keep-attention", "keep-matmuls", "every-2", "every-7",
+                             "2-of-5"))
         ),
     )  # fmt: skip
     num_microbatches = pp * draw(st.integers(1, 40))

@@ -26,7 +26,9 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every-2", [1, 2, 1])])
+@pytest.mark.parametrize(
+    ("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every-2", [1, 2, 1]), ("2-of-3", [1, 2, 2])]
+)
 def test_exactly_the_covered_blocks_run_forward_twice(mode: str, forwards: list[int]) -> None:
     model = nn.Sequential(Counting(4, 4), Counting(4, 4), Counting(4, 4))
     prepare_blocks(model, "*", Recompute.parse(mode), compiles=False)

@@ -114,7 +114,7 @@ def test_a_printed_plan_has_a_row_for_every_decision():
     assert rows["model.layers.*.mlp.down_proj"] == "tp rowwise-scatter"
     assert rows["model.norm + lm_head"] == "fsdp unit, zero 2"
     assert rows["(all)"] == "params float32, compute bfloat16, gradients summed in float32"
-    assert lines[-2].split("  ", 1)[1].strip() == "recomputed in full, one of 3"
+    assert lines[-2].split("  ", 1)[1].strip() == "recomputed in full, 1 of 3"
     assert len({line.index(line.split("  ", 1)[1].strip()) for line in lines}) == 1  # one column of texts
     assert "recomputed" not in str(plan_of(Layout()))
     assert "recomputed but for attention and matmuls" in str(plan_of(Layout(recompute="selective")))

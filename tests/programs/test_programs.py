@@ -85,13 +85,15 @@ def jobs(engine):
     for matmuls in ("fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"):
         yield (Layout(dp_shard=8),), {"matmuls": matmuls}
     yield (Layout(dp_shard=8),), {"optimizer": SGD()}
+    if engine == "automodel":
+        yield (Layout(dp_shard=8),), {"optimizer": AdamW(max_norm=0.5)}
     if engine == "megatron":
         yield (Layout(dp_shard=8),), {"reduce": "bfloat16", "told": {"overlap_dp": "false", "cuda_graphs": "full"}}
         yield (LAYOUTS["interleaved"],), {"compute": "float16", "told": {"overlap_pp": "false"}}
         yield (Layout(dp_shard=8),), {"told": {"cuda_graphs": "attention"}}
     for model in (QWEN, DEEPSEEK):
         yield (Layout(dp_shard=8, ep=8),), {"model": model}
-        yield (SPREAD,), {"model": model}
+        yield (replace(SPREAD, pp=1) if engine == "torchtitan" else SPREAD,), {"model": model}
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)
@@ -191,7 +193,7 @@ def test_experts_and_how_they_are_spread_are_written():
         "qk-head-dim": "128", "qk-pos-emb-head-dim": "64", "v-head-dim": "128",
     }  # fmt: skip
     assert sizes.items() <= megatron.items()
-    titan, gaps = write("torchtitan", SPREAD, model=QWEN)
+    titan, gaps = write("torchtitan", replace(SPREAD, pp=1), model=QWEN)
     assert titan["model.flavor"] == "30B-A3B" and not any("sizes" in gap for gap in gaps)
     assert titan["parallelism.expert_parallel_degree"] == 8
     assert titan["parallelism.expert_parallel_comm_backend"] == "deepep"
@@ -297,17 +299,30 @@ GAPS = [
     ("automodel", {"layout": LAYOUTS["tp"]}, "every block is recomputed instead"),
     ("automodel", {"kernels": Kernels(attention="fa3")}, "kernels.attention=fa3 is no sdpa_method"),
     ("automodel", {"kernels": Kernels(compile="model")}, "kernels.compile=model: blocks are compiled one by one"),
+    ("automodel", {"layout": LAYOUTS["cp"]}, "layout.cp_method=ring is no option: it gathers keys and values"),
+    ("automodel", {"layout": LAYOUTS["tp"]}, "kernels.compile=none: blocks are compiled with enable_async_tensor"),
     ("automodel", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["dp"]}, "zero_stage 1 is written instead, which needs more memory; --fix zero=1"),
     ("nanotron", {"layout": LAYOUTS["zero2"]}, "layout.recompute=selective is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["interleaved"]}, "layout.schedule=interleaved-1f1b is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["cut"]}, "predicted are 11, 11, 10 blocks"),
+    ("nanotron", {"layout": LAYOUTS["hsdp"]}, "layout.dp_replicate=2 beside dp_shard=8 is nothing that it has"),
+    ("nanotron", {"layout": LAYOUTS["tp"]}, "layout.tp_overlap=true is no option beside tp_linear_async"),
+    ("nanotron", {"optimizer": SGD()}, "optimizer.momentum=0.9 is no option: its SGD has none"),
+    ("nanotron", {"compute": "float16"}, "precision.compute=float16 is written as bfloat16"),
     ("nanotron", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
     *(
         (engine, {"optimizer": AdamW(state_format="bfloat16")}, "optimizer.state_format=bfloat16 is not written")
         for engine in PROGRAMS
     ),
     ("torchtitan", {"compute": "float16"}, "precision.compute=float16 is no choice of mixed_precision_param"),
+    ("torchtitan", {"params": "float64"}, "precision.params=float64 is no choice of dtype"),
+    ("torchtitan", {"layout": Layout(tp=8)}, "precision.compute=bfloat16 has no effect where nothing is sharded"),
+    ("torchtitan", {"layout": Layout(dp_replicate=8, offload="optimizer")}, "layout.offload=optimizer takes shards"),
+    ("torchtitan", {"layout": LAYOUTS["tp alone"]}, "layout.sequence_parallel=false is nothing that it has"),
+    ("torchtitan", {"layout": Layout(dp_shard=4, tp=2), "model": QWEN}, "it cuts each expert over tp where ep is 1"),
+    ("torchtitan", {"layout": replace(SPREAD, pp=1), "model": QWEN}, "layout.ep_dispatcher=deepep has no effect on"),
+    ("torchtitan", {"layout": Layout(pp=2, dp_shard=4, schedule="zb-h1")}, "layout.schedule=zb-h1 is nothing that it"),
     ("automodel", {"compute": "float16"}, "precision.compute=float16 is written as bfloat16"),
     ("nanotron", {}, "model.rope_scaling is left out"),
 ]
@@ -352,6 +367,13 @@ REFUSALS = [
         "those of Qwen3 are written",
     ),
     ("torchtitan", {"model": DEEPSEEK}, InvalidConfig, "only Llama's and Qwen3's own attention"),
+    ("torchtitan", {"model": QWEN, "layout": SPREAD}, InvalidLayout, "0.2.2 has no pipeline for Qwen3; use --fix pp=1"),
+    (
+        "torchtitan",
+        {"layout": Layout(dp_shard=4, tp=2), "kernels": Kernels(compile="blocks"), "matmuls": "mxfp8"},
+        InvalidLayout,
+        "compiles no mxfp8 beside tensor parallelism; use --fix tp=1",
+    ),
     (
         "torchtitan",
         {"model": QWEN, "layout": Layout(dp_replicate=2, dp_shard=4, ep=8)},

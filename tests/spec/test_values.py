@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import FrozenInstanceError, replace
+from itertools import product
 
 import pytest
 from hypothesis import assume, given
@@ -176,7 +177,18 @@ def test_recompute_by_name_covers_all_or_nothing(text, share, kept):
     assert recompute.is_selective == bool(kept)
 
 
-@pytest.mark.parametrize("text", ["", "every-0", "every-", "every-2x", "every--1", "Full", "every-01"])
+def test_blocks_of_each_period_are_recomputed_and_counted():
+    for text in ("every-3", "2-of-3", "3-of-4", "full", "none"):
+        recompute = Recompute.parse(text)
+        for start, stop in product(range(9), range(9)):
+            layers = range(start, max(start, stop))
+            assert recompute.count(layers) == sum(map(recompute.covers, layers)), (text, layers)
+    assert [Recompute.parse("2-of-3").covers(layer) for layer in range(6)] == [False, True, True] * 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "every-0", "every-", "every-2x", "every--1", "Full", "every-01", "1-of-3", "3-of-3", "0-of-2", "2-of-"]
+)
 def test_recompute_refuses_other_words(text):
     with pytest.raises(InvalidConfig, match=re.escape(f"layout.recompute={text!r} is unknown; use none, full,")):
         Recompute.parse(text)

@@ -15,7 +15,7 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
 NUM_RANKS = 4
-RECOMPUTE = ["none", "full", "every-2", "every-3", "selective", "keep-attention", "keep-matmuls"]
+RECOMPUTE = ["none", "full", "every-2", "every-3", "2-of-3", "selective", "keep-attention", "keep-matmuls"]
 DEGREES = [each for each in product((1, 2, 4), repeat=5) if prod(each) == NUM_RANKS]
 """pp, dp_replicate, dp_shard, cp and tp."""
 

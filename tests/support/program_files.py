@@ -1,22 +1,31 @@
 """Files of other programs: each is understood field by field; what is written for a job is read back as that job."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.config.loading import parse_config
 from dtlayout.programs.program import Job
 from dtlayout.programs.reading import read_program
-from dtlayout.programs.understood import Understood
+from dtlayout.programs.shell import Unknown
+from dtlayout.programs.trees import Tree, read_tree
+from dtlayout.programs.understood import OtherFile, Understood
 from dtlayout.spec.layout import Layout
 
+ODD = (None, "", "x", "none", "1e400", -1, 0, 1.5, float("nan"), 10**400, True, [], [1], ["a", None], {},
+       Unknown("${oc.env:X}", "X", "nothing"))  # fmt: skip
+"""Values that few options take."""
 SECTIONS = ("model", "adapter", "batch", "layout", "precision", "kernels", "optimizer", "data")
 
 
-def check_understood(path: Path, expected: Mapping[str, Any], given: Mapping[str, str] | None = None) -> Understood:
+def check_understood(
+    path: Path, expected: Mapping[str, Any], given: Mapping[str, str] | None = None, num_gpus: int = 0
+) -> Understood:
     """Fail unless a file says, in our words, exactly what is expected: gpus, told and each section; a job of ours."""
-    found = read_program(path, given or {})
+    found = read_program(path, given or {}, num_gpus)
     assert found is not None
     assert found.engine == expected.get("engine", found.engine)
     assert (found.num_gpus, found.gpus_per_node) == expected["gpus"] and found.told == expected.get("told", {})
@@ -34,6 +43,21 @@ def check_rows(found: Understood, options: Collection[str]) -> None:
     """Fail unless each option of a file has a row."""
     shown = {name for row in found.rows for name in row.option.replace(",", " ").split()}
     assert set(options) <= shown, set(options) - shown
+
+
+def check_any_value(read: Callable[[OtherFile], Understood], path: Path) -> int:
+    """Fail if a value of any option of a YAML file, or its lack, ends in anything but a job or an InvalidConfig; the
+    number of files that were read."""
+    tree = read_tree(path.read_text(encoding="utf-8"), {})
+    assert tree is not None
+    number = 0
+    for name in tree.values:
+        without = {other: value for other, value in tree.values.items() if other != name}
+        for values in (without, *(without | {name: value} for value in ODD)):
+            with suppress(InvalidConfig):
+                read(OtherFile(path, "", Tree("", tree.language, values)))
+            number += 1
+    return number
 
 
 def compare_job(job: Job, found: Understood, differ: Collection[str] = (), model: bool = True) -> None:

@@ -1,0 +1,100 @@
+"""A file of another program that an answer is about: changes of its layout in its own options, and the changed file."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import write
+from dtlayout.commands.case import Case, read_other
+from dtlayout.costmodel.estimate import Estimate, estimate
+from dtlayout.planner.neighbours import other_kernels
+from dtlayout.planner.space import KERNEL_NAMES
+from dtlayout.programs.patches import Patch, find_patch, write_diff
+from dtlayout.programs.program import Job
+from dtlayout.programs.reading import read_again
+from dtlayout.programs.understood import Understood
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+
+_STEPS = 1
+"""Steps of the jobs that are compared: no option of a layout depends on them."""
+_DIFFS = (".diff", ".patch")
+
+
+class TheirFile(NamedTuple):
+    """A file of another program, with what it was asked with."""
+
+    found: Understood
+    path: Path
+    overrides: Sequence[str]
+    options: argparse.Namespace
+
+    @property
+    def is_script(self) -> bool:
+        """True for a script, whose options have dashes."""
+        return self.found.file is not None and self.found.file.tree is None
+
+    def says_otherwise(self, case: Case, layout: Layout, kernels: Kernels) -> bool:
+        """True if the program's options for a layout with kernels are others than those of the case."""
+        if self.found.options is None:
+            return False
+        jobs = [
+            Job(case.scenario, estimate(case.scenario, *each), _STEPS)
+            for each in ((case.layout, case.kernels), (layout, kernels))
+        ]
+        return self.found.options(jobs[0])[0] != self.found.options(jobs[1])[0]
+
+    def find_patch(self, case: Case, wanted: Estimate) -> Patch:
+        """The patch that turns the file's job into a layout with its kernels; InvalidConfig where there is none.
+
+        A patch changes nothing but the layout and the kernels: --section.key=value of the command line is not in it.
+        """
+        before = estimate(case.scenario, case.layout, case.kernels)
+
+        def says(text: str) -> bool:
+            assert self.found.file is not None, "a patch has a file"
+            again = read_again(self.found.file, text)
+            if again is None:
+                return False
+            other = read_other(again, self.path, self.overrides, self.options, notes=False)
+            same = replace(other.scenario, cluster=case.scenario.cluster) == case.scenario
+            return same and other.kernels == wanted.kernels and _is_same(other.layout, wanted)
+
+        return find_patch(self.found, Job(case.scenario, before, _STEPS), Job(case.scenario, wanted, _STEPS), says)
+
+    def describe_patch(self, case: Case, wanted: Estimate) -> list[str]:
+        """The changes to a layout in words of the file, or why it has none."""
+        try:
+            return list(self.find_patch(case, wanted).describe(is_script=self.is_script))
+        except InvalidConfig as error:
+            return error.problems
+
+    def write_patch(self, path: Path, case: Case, wanted: Estimate) -> list[str]:
+        """Write the file with a layout, or a diff of it to FILE.patch and FILE.diff; returns the changes in words."""
+        if path.exists() and path.samefile(self.path):
+            raise InvalidConfig(f"--patch {path} is the file itself; write another one")
+        patch = self.find_patch(case, wanted)
+        assert self.found.file is not None, "a patch has a file"
+        text = patch.text
+        if path.suffix in _DIFFS:
+            text = write_diff(self.path, self.found.file.text, text)
+        write(path, text, "the changed file")
+        return list(patch.describe(is_script=self.is_script))
+
+
+def _is_same(layout: Layout, wanted: Estimate) -> bool:
+    """True for the layout that is wanted, also where its stages are said by their blocks."""
+    one, other = layout.effective, wanted.layout.effective
+    stages = one.stage_layers or other.stage_layers
+    if stages and tuple(stages) != tuple(wanted.stage_layers):
+        return False
+    return replace(one, stage_layers=()) == replace(other, stage_layers=())
+
+
+def find_unsaid_kernels(file: TheirFile, case: Case) -> list[str]:
+    """Operations whose kernel no option of the file's program says."""
+    said = {name for name, others in other_kernels(case.kernels) if file.says_otherwise(case, case.layout, others)}
+    return [name for name in KERNEL_NAMES if name not in said]

@@ -1,0 +1,128 @@
+"""Patches: a layout in the words of another program's file, and that file with no more changed than it needs.
+
+Two jobs differ in a file as the options do which the program's writer chooses for them. A changed text is read again,
+and counts only if it says the job that was wanted. What the reading does not miss is changed back.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.formatting import shorten
+from dtlayout.programs.program import Job
+from dtlayout.programs.script_edits import edit_script, to_flag, to_words
+from dtlayout.programs.understood import Understood
+
+
+class Patch(NamedTuple):
+    """Changes of a file of another program."""
+
+    changes: Mapping[str, Any]
+    """Option → its new value; None takes it out."""
+    before: Mapping[str, Any]
+    """Option → the value that it has; None where the file has no such option."""
+    text: str
+    """Text of the file with these changes."""
+
+    def describe(self, *, is_script: bool) -> Iterator[str]:
+        """The changes in words, such as `--micro-batch-size 2 (was 1)`."""
+        for name, value in self.changes.items():
+            was = _show_value(self.before.get(name))
+            if value is None:
+                yield f"without {_show(name, self.before.get(name), is_script)}"
+            else:
+                yield _show(name, value, is_script) + f" (was {was})" * (was not in ("", _show_value(value)))
+
+
+def find_patch(found: Understood, before: Job, after: Job, says: Callable[[str], bool]) -> Patch:
+    """The patch that turns the job of a file into another one; `says` reads a text, and is true if it is that job.
+
+    InvalidConfig where the file cannot say it by changes of its options.
+    """
+    if found.file is None or found.options is None:
+        raise InvalidConfig(f"files of {found.title} are read, and not changed")
+    wanted, said = _find_changes(found, before, after), found.options(after)[0]
+    theirs = {own: name for name, own in found.names.items()}
+    # What the file leaves to a default may depend on what changes: a whole batch, on each rank's.
+    unsaid = {found.names.get(name, name): value for name, value in said.items() if value is not None}
+    unsaid = {name: value for name, value in unsaid.items() if found.values.get(theirs.get(name, name)) is None}
+    for changes, by_variables in ((wanted, True), (wanted, False), ({**unsaid, **wanted}, False)):
+        text = _try(found, changes, says, by_variables)
+        if text is None:
+            continue
+        for names in _group(found, changes):  # such as a degree of which the file says that it is what others leave
+            fewer = {key: value for key, value in changes.items() if key not in names}
+            if (shorter := _try(found, fewer, says, by_variables)) is not None:
+                changes, text = fewer, shorter
+        return Patch(changes, {name: found.values.get(theirs.get(name, name)) for name in changes}, text)
+    if not wanted:
+        raise InvalidConfig(f"no option of {found.title} says it")
+    by_hand = [_show(name, value, found.file.tree is None) for name, value in wanted.items() if value is not None]
+    raise InvalidConfig([f"the file cannot be changed by these alone: {by_hand[0]}", *by_hand[1:]])
+
+
+def write_diff(path: Path, before: str, after: str) -> str:
+    """The change of a file, as the command patch takes it."""
+    old, new = (text.splitlines(keepends=True) for text in (before, after))
+    return "".join(difflib.unified_diff(old, new, str(path), str(path)))
+
+
+def _find_changes(found: Understood, before: Job, after: Job) -> dict[str, Any]:
+    """Option → value, of those that two jobs have otherwise, and of those that say one thing together with them."""
+    assert found.options is not None, "the caller has asked"
+    old, new = (found.options(job)[0] for job in (before, after))
+    changed = {name for name in {*old, *new} if old.get(name) != new.get(name)}
+    beside = {name for names in found.together if names & changed for name in names if new.get(name) is None}
+    needed = [
+        name
+        for name in dict.fromkeys([*new, *sorted(changed | beside)])
+        if name in changed | beside and new.get(name) != found.values.get(name)
+    ]
+    return {found.names.get(name, name): new.get(name) for name in needed}
+
+
+def _group(found: Understood, changes: Mapping[str, Any]) -> list[set[str]]:
+    """The options of changes that are made together or not at all."""
+    groups = [{found.names.get(name, name) for name in names} & {*changes} for names in found.together]
+    grouped = {name for names in groups for name in names}
+    return [names for names in groups if names] + [{name} for name in changes if name not in grouped]
+
+
+def _try(found: Understood, changes: Mapping[str, Any], says: Callable[[str], bool], by_variables: bool) -> str | None:
+    """The text with changes; None if it does not say what is wanted."""
+    assert found.file is not None, "the caller has asked"
+    file = found.file
+    try:
+        if file.tree is not None:
+            text = file.tree.edit(changes)
+        else:
+            text, others = found.rewrite(file.text, changes) if found.rewrite else (file.text, changes)
+            text = edit_script(text, others, _list_anchors(changes, text), by_variables=by_variables)
+        return text if says(text) else None
+    except DtlayoutError:
+        return None
+
+
+def _list_anchors(changes: Mapping[str, Any], text: str) -> list[str]:
+    """Options before which a new one may stand: first those that change too, then any of the script's."""
+    import re  # only now: most files are only read
+
+    there = [match[0] for match in re.finditer(r"(?m)(?<![\w-])--[A-Za-z][\w.-]*", text)]
+    last = [name for name in reversed(there) if "parallel" in name or "batch" in name]
+    return [*[name for name in map(to_flag, changes) if name in there], *last, *there]
+
+
+def _show(name: str, value: Any, is_script: bool) -> str:
+    if is_script:
+        return " ".join([to_flag(name), *(to_words(value) or ())])
+    return f"{name} = {_show_value(value)}"
+
+
+def _show_value(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return " ".join(value)
+    return shorten(str(value).lower() if isinstance(value, bool) else str(value), 60)

@@ -1,0 +1,196 @@
+"""Patches: another layout in the options of another program's file, where nothing but these options changes."""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.cli import main
+from dtlayout.commands.case import Case, find_other, read_case
+from dtlayout.commands.their_file import TheirFile
+from dtlayout.costmodel.estimate import estimate
+from dtlayout.planner.explain import explain
+from dtlayout.programs.script_edits import edit_script
+
+FOLDER = Path(__file__).parent
+FILES = [FOLDER / "megatron" / name for name in ("arrays.sh", "cut.sh", "experts.sh", "fp8.sh", "plain.sh")]
+TITAN = """# on four nodes
+[model]
+name = "llama3"      # Llama 3.1
+flavor = "8B"
+
+[training]
+local_batch_size = 2  # sequences
+seq_len = 8192
+steps = 10
+
+[parallelism]
+tensor_parallel_degree = 1  # inside a node
+
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def ask(path, **more):
+    options = argparse.Namespace(
+        gpu="h100-80g-sxm", engine="dtlayout", engine_set=[], given=[], world=more.get("world")
+    )
+    return TheirFile(find_other(path, options), path, [], options), read_case(path, [], options)
+
+
+def count_words(text):
+    return Counter(word for word in re.split(r"[\s=()'\"]+", text) if word)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_change_of_a_script_is_read_back_and_changes_little(path):
+    file, case = ask(path, world=64)
+    changes = [each.estimate for each in explain(*case).changes]
+    assert changes
+    patches = 0
+    for wanted in changes:
+        try:
+            patch = file.find_patch(case, wanted)  # which has read it back
+        except InvalidConfig as error:
+            assert "cannot be changed by these alone" in str(error) or "no option of Megatron-LM" in str(error)
+            continue
+        patches += 1
+        allowed = {*patch.changes, *(word for each in patch.changes.values() for word in each or ())}
+        allowed |= {word for each in patch.before.values() for word in each or ()}
+        before, after = count_words(path.read_text()), count_words(patch.text)
+        differ = {word for word in ((before - after) + (after - before)) if not word.startswith("$")}
+        assert differ <= {*allowed, "\\"}, differ - allowed
+    assert patches >= len(changes) / 2
+
+
+def test_a_variable_is_changed_where_it_is_set_unless_others_count_on_it():
+    file, case = ask(FOLDER / "megatron" / "arrays.sh")
+    layout = case.layout.__class__(**{**vars(case.layout), "tp": 4, "pp": 4, "virtual_stages": 4})
+    patch = file.find_patch(case, estimate(case.scenario, layout, case.kernels))
+    assert "TP=${TP:-4}\nPP=${PP:-4}" in patch.text  # DP stays, and BATCH with it
+    layout = case.layout.__class__(**{**vars(case.layout), "tp": 4, "dp_shard": 4})
+    patch = file.find_patch(case, estimate(case.scenario, layout, case.kernels))
+    assert "TP=${TP:-8}" in patch.text and "--tensor-model-parallel-size 4" in patch.text  # BATCH counts on TP
+    assert list(patch.describe(is_script=True)) == ["--tensor-model-parallel-size 4 (was 8)"]
+
+
+def test_a_toml_file_is_changed_with_what_it_left_to_defaults(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(TITAN)
+    file, case = ask(path, world=32)
+    layout = case.layout.__class__(**{**vars(case.layout), "micro_batch": 1})
+    patch = file.find_patch(case, estimate(case.scenario, layout, case.kernels))
+    assert dict(patch.changes) == {"training.local_batch_size": 1, "training.global_batch_size": 64}
+    gone = [line for line in TITAN.splitlines() if line not in patch.text.splitlines()]
+    assert gone == ["local_batch_size = 2  # sequences"]
+    assert "local_batch_size = 1  # sequences\n" in patch.text
+    other = Case(case.scenario, case.layout, case.kernels.__class__(**{**vars(case.kernels), "loss": "chunked"}))
+    with pytest.raises(InvalidConfig, match="no option of torchtitan says it"):
+        file.find_patch(case, estimate(*other))
+
+
+def test_explain_says_changes_in_the_files_own_words_and_writes_one(tmp_path, capsys):
+    script, changed = str(FOLDER / "megatron" / "arrays.sh"), tmp_path / "new.sh"
+    asked = ["explain", script, "--gpu", "h100-80g-sxm"]
+    assert main([*asked, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["file"]
+    assert said["program"] == "Megatron-LM" and 1 <= len(said["changes"]) <= 3
+    assert "without --recompute-granularity full" in said["changes"][0]["change"]
+    assert main([*asked, "--patch", str(changed), "--take", "best"]) == 0
+    text = capsys.readouterr().out
+    assert f"as changes of {script}:" in text and f"written to {changed}: " in text
+    assert main(["explain", str(changed), "--gpu", "h100-80g-sxm", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["step_time_s"] == pytest.approx(said["best"]["step_time_s"])
+    assert again["file"]["best"]["change"] == []
+    for wrong, why in (("7", "--take 7 is no change here; there is 1 or "), ("x", "--take x is no change")):
+        assert main([*asked, "--patch", str(changed), "--take", wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert main([*asked, "--patch", script]) == 2
+    assert "is the file itself; write another one" in capsys.readouterr().err
+    own = str(FOLDER.parents[1] / "configs" / "debug.toml")
+    assert main(["explain", own, "--gpu", "cpu", "--patch", str(changed)]) == 2
+    assert "is a config of ours" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
+def test_a_difference_is_what_the_command_patch_takes(tmp_path, capsys):
+    script, difference = tmp_path / "train.sh", tmp_path / "job.patch"
+    shutil.copy(FOLDER / "megatron" / "fp8.sh", script)
+    asked = ["explain", str(script), "--gpu", "h100-80g-sxm", "--world", "64", "--take", "best"]
+    assert main([*asked, "--patch", str(tmp_path / "whole.sh")]) == 0
+    assert main([*asked, "--patch", str(difference)]) == 0
+    subprocess.run(["patch", str(script), str(difference)], check=True, capture_output=True, timeout=60)
+    assert script.read_text() == (tmp_path / "whole.sh").read_text()
+
+
+def test_recommend_takes_the_job_of_a_file_and_puts_its_layout_beside(tmp_path, capsys):
+    script, changed = str(FOLDER / "megatron" / "arrays.sh"), tmp_path / "new.sh"
+    asked = ["recommend", "--like", script, "--gpu", "h100-80g-sxm", "--top", "1"]
+    assert main([*asked, "--json", "--patch", str(changed)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["scenario"]["engine"] == "megatron" and document["scenario"]["num_gpus"] == 32
+    yours = document["yours"]
+    assert yours["layout"]["layout"]["tp"] == 8 and yours["slower_than_best"] > 0.1 and yours["change"]
+    assert main(["explain", str(changed), "--gpu", "h100-80g-sxm", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["step_time_s"] == pytest.approx(document["layouts"][0]["step_time_s"])
+    assert main([*asked, "--gpus", "64", "--seq-len", "4096", "--fix", "tp=4", "--batch.global_batch=128"]) == 0
+    text = capsys.readouterr().out
+    assert "Yours, " in text and f"  1 in {script}: " in text
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ([], "--model, --seq-len, --global-batch are missing; or give --like FILE"),
+        (["--patch", "x"], "--patch writes the file of --like: give one"),
+        (["--like", "{script}", "--cluster", "x.toml"], "--like takes the GPU type from --gpu"),
+        (["--like", "{script}", "--vocab", "9"], "--like has the model of the file"),
+        (["--like", "{own}", "--patch", "x"], "--patch changes a file of another program"),
+        (["--like", "nothing.sh"], "nothing.sh cannot be read"),
+    ],
+)
+def test_what_recommend_cannot_take_is_refused(more, why, capsys):
+    places = {"script": FOLDER / "megatron" / "fp8.sh", "own": FOLDER.parents[1] / "configs" / "debug.toml"}
+    gpu = [] if "--cluster" in more else ["--gpu", "cpu" if "{own}" in more else "h100-80g-sxm"]
+    assert main(["recommend", *(each.format(**places) for each in more), *gpu]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "wanted"),
+    [
+        ("a --tp 2 --b", {"--tp": ["4"]}, "a --tp 4 --b"),
+        ("a --tp=2 --b", {"--tp": ["4"]}, "a --tp=4 --b"),
+        ("a --tp 2 --b", {"--tp": None}, "a --b"),
+        ("a --b --tp 2", {"--tp": None}, "a --b "),
+        ("(\n  --tp 2 # of 8\n  --b\n)", {"--tp": ["4"]}, "(\n  --tp 4 # of 8\n  --b\n)"),
+        ("(\n  --tp 2\n  --b\n)", {"--tp": None}, "(\n  --b\n)"),
+        ("x \\\n  --tp 2 \\\n  --b", {"--tp": None}, "x \\\n  --b"),
+        ("x \\\n  --b 1", {"--c": []}, "x \\\n  --c \\\n  --b 1"),
+        ("(\n  --b 1\n)", {"--c": ["it's"]}, "(\n  --c 'it'\"'\"'s'\n  --b 1\n)"),
+        ("# --tp 8\nA='--tp 2 --b'", {"--tp": ["4"]}, "# --tp 8\nA='--tp 4 --b'"),
+        ("T=2\nx --tp $T --b", {"--tp": ["4"]}, "T=4\nx --tp $T --b"),
+        ("T=${1:-2}\nx --tp ${T} --b", {"--tp": ["4"]}, "T=${1:-4}\nx --tp ${T} --b"),
+        ("T=$U\nx --tp $T --b", {"--tp": ["4"]}, "T=$U\nx --tp 4 --b"),
+        ("x --m a b --b", {"--m": ["c"]}, "x --m c --b"),
+        ("x --a.b 1 --c.d", {"a.b": 2, "c.d": None}, "x --a.b 2"),
+    ],
+)
+def test_options_of_a_script_are_changed_in_its_text(text, changes, wanted):
+    assert edit_script(text, changes, ["--b"], by_variables=True).rstrip() == wanted.rstrip()
+
+
+def test_an_option_that_stands_twice_or_finds_no_place_is_refused():
+    with pytest.raises(InvalidConfig, match="--tp stands in the script 2 times"):
+        edit_script("a --tp 2\nb --tp 2", {"--tp": ["4"]}, [], by_variables=False)
+    with pytest.raises(InvalidConfig, match="--c 1 finds no place in the script"):
+        edit_script("a --tp 2", {"--c": ["1"]}, ["--b"], by_variables=False)
