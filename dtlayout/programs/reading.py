@@ -91,7 +91,11 @@ def read_again(file: OtherFile, text: str) -> Understood | None:
             raise InvalidConfig(list(dict.fromkeys(found.problems)))
     except InvalidConfig as error:
         raise InvalidConfig([f"{file.path}: {each}" for each in error.problems]) from None
-    found.file, found.options, found.together = file, found.options or reader.options, reader.together
+    found.file, found.options, found.together = (
+        file,
+        found.options or reader.options,
+        found.together or reader.together,
+    )
     return found
 
 
