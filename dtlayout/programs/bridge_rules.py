@@ -190,14 +190,14 @@ def _list_names() -> dict[str, Options]:
 
 
 def _name_either(names: tuple[str, ...], option: str) -> Naming:
-    """Two names of which either has the option there."""
+    """Two names of which either has the option there, and which say it together."""
 
     def to(values: Mapping[str, Any]) -> Options:
         said = [choose_value(name, values[name], (True, False), is_truth=True) for name in names if name in values]
         return {option: [] if any(said) else None}
 
     def back(options: Options) -> Mapping[str, Any]:
-        return {names[0]: True} if options[option] is not None else dict.fromkeys(names, False)
+        return dict.fromkeys(names, options[option] is not None)
 
     return Naming(names, (option,), to, back)
 

@@ -116,7 +116,7 @@ def read_engine(reader: MegatronOptions) -> None:
     if reader.has("--grad-reduce-in-bf16"):
         reader.note("precision", {"reduce": "bfloat16"}, "--grad-reduce-in-bf16")
     impl, scope_option = reader.value("--cuda-graph-impl", string), "--cuda-graph-scope"
-    scope = reader.options[scope_option][0] if reader.has(scope_option) else None
+    scope = next(iter(reader.options[scope_option]), None) if reader.has(scope_option) else None
     if impl and impl != "none":
         graphs = "full" if scope == "full_iteration" or (impl == "local" and scope is None) else "attention"
         found.told["cuda_graphs"] = graphs

@@ -5,12 +5,15 @@ stand for, and which values of its names stand for options. Of two rules that sa
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.programs.megatron import MEGATRON
 from dtlayout.programs.options import ask_for, yes
+from dtlayout.programs.program import Job
 from dtlayout.programs.shell import Unknown
 from dtlayout.programs.understood import Understood
 
@@ -276,6 +279,16 @@ def to_own(
     `values` are those of the file: where several rules have an option, those are written whose names it has, or else
     the first. InvalidConfig for an option that no rule has, but for those of the `ignored` patterns.
     """
+    found, lost = find_own(rules, options, values, ignored)
+    if lost:
+        raise InvalidConfig(lost)
+    return found
+
+
+def find_own(
+    rules: Sequence[Naming], options: Options, values: Mapping[str, Any], ignored: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Name → value as of `to_own`, and sentences on options that no name says."""
     chosen: dict[int, dict[str, Sequence[str] | None]] = {}
     lost: list[str] = []
     for option, words in options.items():
@@ -293,9 +306,27 @@ def to_own(
             found |= rules[place].back({**asked, **given})
         except InvalidConfig as error:
             lost += error.problems
-    if lost:
-        raise InvalidConfig(lost)
-    return found
+    return found, lost
+
+
+def change_as(
+    found: Understood, values: Mapping[str, Any], find: Callable[[Options], tuple[dict[str, Any], list[str]]]
+) -> None:
+    """Let a file of such names be changed: another layout is what its own names say of Megatron-LM's options.
+
+    `values` are those of the file; `find` is the function from options to names, as `find_own`.
+    """
+
+    def choose(job: Job) -> tuple[dict[str, Any], list[str]]:
+        options, gaps = MEGATRON.options(job)
+        own, lost = find(options)
+        return own, [*gaps, *lost]
+
+    found.values, found.options = values, choose
+    groups = [{name for option in group for name in find({option: None})[0]} for group in MEGATRON.together]
+    # A name that says things of several groups, such as a list of classes, changes by itself.
+    number = Counter(name for group in groups for name in group)
+    found.together = [frozenset(name for name in group if number[name] == 1) for group in groups]
 
 
 def read_names(

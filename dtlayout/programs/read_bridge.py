@@ -5,6 +5,7 @@ A recipe is a function of its code. `bridge_recipes` has values of some, which a
 
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from dtlayout.programs.hydra import find_values, read_overrides, split_words, st
 from dtlayout.programs.megatron import MEGATRON
 from dtlayout.programs.megatron_reader import IGNORED as MEGATRON_IGNORED
 from dtlayout.programs.megatron_reader import read_job
-from dtlayout.programs.own_names import Options, Said, read_names, translate
-from dtlayout.programs.own_names import to_own as find_own
+from dtlayout.programs.own_names import Options, Said, change_as, find_own, read_names, translate
+from dtlayout.programs.own_names import to_own as make_own
 from dtlayout.programs.shell import Unknown
 from dtlayout.programs.understood import OtherFile, Row, Understood
 
@@ -98,7 +99,8 @@ def read(file: OtherFile) -> Understood:
     at = _find_names(values)
     known = _list_known(recipe, at, values, found)
     merged = {**known, **values}
-    said = translate(list_rules(at, lambda part: has_part(merged, at, part)), merged, found.problems)
+    rules = list_rules(at, lambda part: has_part(merged, at, part))
+    said = translate(rules, merged, found.problems)
     if "--hidden-size" not in said.options:
         raise InvalidConfig(
             f"the file changes a recipe, which is in the program's code: --given recipe=NAME says it, with one of "
@@ -108,6 +110,16 @@ def read(file: OtherFile) -> Understood:
     read_job(found, said.options, said)
     note_names(said, at, found, _OTHER_PARTS)
     mark_known(found, values, f"of recipe {recipe}" if recipe else "of that class")
+    if file.tree is not None:
+        name, num_gpus = at("comm_overlap", "data_parallel_size"), found.num_gpus
+
+        def find(options: Options) -> tuple[dict[str, Any], list[str]]:
+            own, lost = find_own(rules, options, values, MEGATRON_IGNORED.values())
+            ranks = _count_ranks_of_model(options)
+            is_said = name in values and ranks and num_gpus and len(options) > 1
+            return own | ({name: num_gpus // ranks} if is_said else {}), lost
+
+        change_as(found, values, find)
     return found
 
 
@@ -119,8 +131,8 @@ def to_own(options: Options, values: Mapping[str, Any] | None = None) -> dict[st
     """
     values = values or {}
     at = _find_names(values)
-    return find_own(list_rules(at, lambda part: has_part(values, at, part)), options, values,
-                    MEGATRON_IGNORED.values())  # fmt: skip
+    rules = list_rules(at, lambda part: has_part(values, at, part))
+    return make_own(rules, options, values, MEGATRON_IGNORED.values())
 
 
 def has_part(values: Mapping[str, Any], at: At, part: str) -> bool:
@@ -186,14 +198,17 @@ def count_said_gpus(said: Said, at: At, found: Understood, num_gpus: int) -> Non
     """Note the GPUs of a config that a run has saved, which knows its data parallelism."""
     name = at("comm_overlap", "data_parallel_size")
     dp = str(said.values.get(name))
-    if dp.isdigit() and not found.num_gpus:
-        degrees = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
-        words = [str((said.options.get(f"--{degree}") or ["1"])[0]) for degree in degrees]
-        if all(word.isdigit() for word in words):
-            tp, pp, cp = map(int, words)
-            found.num_gpus = int(dp) * tp * pp * cp
-            found.rows.append(Row(said.show(name), plural(found.num_gpus, "GPU"), "read"))
+    if dp.isdigit() and not found.num_gpus and (ranks := _count_ranks_of_model(said.options)):
+        found.num_gpus = int(dp) * ranks
+        found.rows.append(Row(said.show(name), plural(found.num_gpus, "GPU"), "read"))
     found.num_gpus = num_gpus or found.num_gpus
+
+
+def _count_ranks_of_model(options: Options) -> int:
+    """Ranks with one copy of the model; 0 if the options do not say it."""
+    degrees = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+    words = [str((options.get(f"--{degree}") or ["1"])[0]) for degree in degrees]
+    return prod(map(int, words)) if all(word.isdigit() for word in words) else 0
 
 
 def note_names(said: Said, at: At, found: Understood, others: Mapping[str, str]) -> None:

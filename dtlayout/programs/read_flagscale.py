@@ -14,8 +14,18 @@ from dtlayout.base.formatting import plural
 from dtlayout.programs.megatron import MEGATRON
 from dtlayout.programs.megatron_options import FLAGS
 from dtlayout.programs.megatron_reader import IGNORED, count_gpus, read_job
-from dtlayout.programs.own_names import Assumed, Naming, Options, flag, read_names, same, translate
-from dtlayout.programs.own_names import to_own as find_own
+from dtlayout.programs.own_names import (
+    Assumed,
+    Naming,
+    Options,
+    change_as,
+    find_own,
+    flag,
+    read_names,
+    same,
+    translate,
+)
+from dtlayout.programs.own_names import to_own as make_own
 from dtlayout.programs.shell import Unknown
 from dtlayout.programs.trees import Tree, read_tree
 from dtlayout.programs.understood import OtherFile, Row, Understood
@@ -102,6 +112,8 @@ def read(file: OtherFile) -> Understood:
         said.values = {**beside, **values}
     read_job(found, said.options, said, {**IGNORED, **_OWN})
     read_names(found, said, _STARTS)
+    if _find_tables(own := file.tree.values):
+        change_as(found, own, lambda options: find_own(_list_for(options, own), options, own))
     return found
 
 
@@ -112,13 +124,18 @@ def to_own(options: Options, values: Mapping[str, Any] | None = None) -> dict[st
     table.
     """
     values = values or {}
+    return make_own(_list_for(options, values), options, values)
+
+
+def _list_for(options: Options, values: Mapping[str, Any]) -> list[Naming]:
+    """A rule for each option, with the name that the file has for it, or would have."""
     places = {_to_option(name): name for name in _list_names(values, _find_tables(values) or _TABLES)}
     rules = []
     for option, words in options.items():
         name = places.get(option) or _place(option, _find_tables(values))
         is_flag = option in FLAGS if words is None else not words
         rules.append(flag(name, option) if is_flag else same(name, option))
-    return find_own(rules, options, values)
+    return rules
 
 
 def _place(option: str, tables: Sequence[str]) -> str:

@@ -25,8 +25,10 @@ from dtlayout.programs.own_names import (
     Options,
     Said,
     alike,
+    change_as,
     choice,
     choose_value,
+    find_own,
     flag,
     opposite,
     read_names,
@@ -34,12 +36,14 @@ from dtlayout.programs.own_names import (
     same,
     translate,
 )
-from dtlayout.programs.own_names import to_own as find_own
+from dtlayout.programs.own_names import to_own as make_own
 from dtlayout.programs.understood import OtherFile, Row, Understood
 
 TITLE = "NeMo"
 _SCRIPT = re.compile(r"(^|/)megatron_\w*(pretraining|training|finetuning|tuning)\w*\.py$")
 """A program of NeMo 1."""
+_STAGE = "training."
+"""Name before those of a launcher's whole config."""
 _OPTIMIZERS: Mapping[str, tuple[str, bool]] = {
     "distributed_fused_adam": ("adam", True), "mcore_distributed_optim": ("adam", True), "fused_adam": ("adam", False),
     "megatron_fused_adam": ("adam", False), "adam": ("adam", False), "adamw": ("adam", False), "sgd": ("sgd", False),
@@ -106,7 +110,8 @@ def read(file: OtherFile) -> Understood:
     values = file.tree.values if file.tree is not None else _read_command(file, found)
     values = _inside(values)
     count_trainer_gpus(values, found, file.num_gpus)
-    said = translate(list_rules(file.path.parent), values, found.problems)
+    rules = list_rules(file.path.parent)
+    said = translate(rules, values, found.problems)
     _check(values, found)
     has_model = "--hidden-size" in said.options
     read_job(found, said.options, said, has_model=has_model)
@@ -116,6 +121,14 @@ def read(file: OtherFile) -> Understood:
         found.ignore(shown, "the sizes of the model are in its checkpoint: --model M says them", "assumed")
     _note_apart(said, found)
     read_names(found, said, _IGNORED, _OTHERWISE, _NEUTRAL)
+    if file.tree is not None:
+        stage = "" if values is file.tree.values else _STAGE
+
+        def find(options: Options) -> tuple[dict[str, Any], list[str]]:
+            own, lost = find_own(rules, options, values, IGNORED.values())
+            return {f"{stage}{name}": value for name, value in own.items()}, lost
+
+        change_as(found, file.tree.values, find)
     return found
 
 
@@ -125,7 +138,7 @@ def to_own(options: Options, values: Mapping[str, Any] | None = None) -> dict[st
     It is the inverse of what `read` makes of such names. `values` are those of the file. InvalidConfig for what NeMo
     has no name for.
     """
-    return find_own(list_rules(Path()), options, values or {}, IGNORED.values())
+    return make_own(list_rules(Path()), options, values or {}, IGNORED.values())
 
 
 def list_rules(folder: Path) -> list[Naming]:
@@ -345,8 +358,8 @@ def _list_vocabulary(folder: Path) -> list[Naming]:
 
 def _inside(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Values of a launcher's whole config without the name of its stage."""
-    if any(name.startswith("training.model.") for name in values):
-        return {name.removeprefix("training."): value for name, value in values.items()}
+    if any(name.startswith(f"{_STAGE}model.") for name in values):
+        return {name.removeprefix(_STAGE): value for name, value in values.items()}
     return values
 
 

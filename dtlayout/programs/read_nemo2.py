@@ -15,8 +15,8 @@ from dtlayout.programs.command_line import count_ranks, read_options
 from dtlayout.programs.hydra import find_values, read_overrides, split_words, start_of
 from dtlayout.programs.megatron import MEGATRON
 from dtlayout.programs.megatron_reader import IGNORED, read_job
-from dtlayout.programs.own_names import Naming, Options, alike, choice, opposite, translate
-from dtlayout.programs.own_names import to_own as find_own
+from dtlayout.programs.own_names import Naming, Options, alike, change_as, choice, find_own, opposite, translate
+from dtlayout.programs.own_names import to_own as make_own
 from dtlayout.programs.read_bridge import has_part, list_class, mark_known, note_names
 from dtlayout.programs.read_nemo import count_trainer_gpus
 from dtlayout.programs.shell import Unknown
@@ -85,7 +85,8 @@ def read(file: OtherFile) -> Understood:
     at = _find_names({**known, **values})
     known = known or list_class(at, values, found)
     merged = {**known, **values}
-    said = translate(_list_rules(merged, at), merged, found.problems)
+    rules = _list_rules(merged, at)
+    said = translate(rules, merged, found.problems)
     if "--hidden-size" not in said.options:
         raise InvalidConfig(
             "the file does not say the sizes of the model: give the YAML that --to-yaml writes, or a class with sizes "
@@ -97,6 +98,13 @@ def read(file: OtherFile) -> Understood:
     _check(merged, found)
     note_names(said, at, found, _OTHERS)
     mark_known(found, values, "of that factory" if file.tree is None else "of that class")
+    if (tree := file.tree) is not None:
+
+        def find(options: Options) -> tuple[dict[str, Any], list[str]]:
+            own, lost = find_own(rules, options, values, IGNORED.values())
+            return _put_back(own, tree.values), lost
+
+        change_as(found, tree.values, find)
     return found
 
 
@@ -109,7 +117,7 @@ def to_own(options: Options, values: Mapping[str, Any] | None = None) -> dict[st
     values = values or {}
     lifted = _lift(values)
     at = _find_names(lifted)
-    found = find_own(_list_rules(lifted, at), options, lifted, IGNORED.values())
+    found = make_own(_list_rules(lifted, at), options, lifted, IGNORED.values())
     return _put_back(found, values)
 
 
@@ -191,7 +199,8 @@ def _put_back(found: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
             changes[name] = value
             continue
         listed = changes.get(match[1], values.get(match[1]))
-        classes = [dict(each) if isinstance(each, Mapping) else each for each in listed or []]
+        there = listed if isinstance(listed, list) else []
+        classes = [dict(each) if isinstance(each, Mapping) else each for each in there]
         if not any(isinstance(each, Mapping) and str(each.get("_target_")).endswith(_LISTS[match[1]])
                    for each in classes):  # fmt: skip
             if value is None:

@@ -21,7 +21,7 @@ from dtlayout.programs.own_names import (
     same,
     translate,
 )
-from dtlayout.programs.own_names import to_own as find_own
+from dtlayout.programs.own_names import to_own as make_own
 from dtlayout.programs.shell import Unknown
 from dtlayout.programs.understood import OtherFile, Understood
 
@@ -83,7 +83,7 @@ def to_own(options: Options, values: Mapping[str, Any] | None = None) -> dict[st
         if option not in known:
             is_flag = option in FLAGS if words is None else not words
             rules.append(flag(_place(option), option) if is_flag else same(_place(option), option))
-    return find_own(rules, options, values or {}, IGNORED.values())
+    return make_own(rules, options, values or {}, IGNORED.values())
 
 
 def _place(option: str) -> str:

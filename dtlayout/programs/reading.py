@@ -119,6 +119,8 @@ def read_again(file: OtherFile, text: str) -> Understood | None:
 
 def _add_changes(found: Understood, reader: FileReader) -> None:
     """Note how a file that was read is changed."""
+    if found.options is not None:  # the reader knows better
+        return
     options, to_own = reader.options, reader.to_own
     if options is None or to_own is None:
         found.options, found.together = options, reader.together

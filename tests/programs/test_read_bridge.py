@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_rows, check_understood, compare_job
+from program_files import check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -366,6 +366,11 @@ def test_one_reader_alone_takes_a_file(name):
     text = (FOLDER / name).read_text()
     file = OtherFile(FOLDER / name, text, read_tree(text, {}))
     assert len([each.title for each in READERS if each.is_ours(file)]) == 1 and not read_nemo.is_ours(file)
+
+
+@pytest.mark.parametrize(("name", "reader"), [("bridge/fsdp.yaml", read_bridge), ("nemo2/sizes.yaml", read_nemo2)])
+def test_any_value_ends_in_a_job_or_is_refused(name, reader):
+    assert check_any_value(reader.read, FOLDER / name) > 300
 
 
 def test_changes_are_written_under_names_that_the_file_has():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_rows, check_understood, compare_job
+from program_files import check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -260,6 +260,10 @@ def test_changes_are_written_where_the_file_has_them():
     assert read_flagscale.to_own({"--bf16": None, "--cp-comm-type": ["a2a"]}, recipe) == {
         "MODEL_ARGS.--bf16": False, "MODEL_ARGS.--cp-comm-type": "a2a",
     }  # fmt: skip
+
+
+def test_any_value_ends_in_a_job_or_is_refused():
+    assert check_any_value(read_flagscale.read, FOLDER / "cut.yaml") > 500
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_rows, check_understood, compare_job
+from program_files import check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -255,6 +255,10 @@ def test_devices_may_be_a_list_or_unknown():
 )  # fmt: skip
 def test_files_of_others_are_none_of_nemos(text):
     assert not read_nemo.is_ours(OtherFile(Path("file.yaml"), text, read_tree(text, {})))
+
+
+def test_any_value_ends_in_a_job_or_is_refused():
+    assert check_any_value(read_nemo.read, FOLDER / "gpt.yaml") > 800
 
 
 def test_changes_are_written_under_names_that_the_file_has():

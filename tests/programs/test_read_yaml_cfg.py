@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_rows, check_understood, compare_job
+from program_files import check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -81,6 +81,10 @@ def test_what_is_not_understood_is_named_as_the_file_has_it(before, after, probl
     with pytest.raises(InvalidConfig) as caught:
         change(before, after)
     assert any(problem in each for each in caught.value.problems), caught.value.problems
+
+
+def test_any_value_ends_in_a_job_or_is_refused():
+    assert check_any_value(read_yaml_cfg.read, PATH) > 1000
 
 
 def test_changes_are_written_under_names_that_the_file_has():
