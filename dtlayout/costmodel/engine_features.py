@@ -155,6 +155,8 @@ class Features:
     them."""
     always_sequence_parallel: bool = False
     """True if tensor parallelism always shards the sequence too."""
+    has_sequence_parallel: bool = True
+    """True if tensor parallelism can shard the sequence too."""
     data_parallel: tuple[str, ...] = DATA_PARALLEL
     """Kinds of data parallelism that the program has, of `DATA_PARALLEL`."""
     highest_zero: Literal[1, 2, 3] = 3

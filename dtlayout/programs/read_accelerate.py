@@ -115,6 +115,9 @@ class AccelerateReader(WordsReader):
         for flag, named in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED")):
             if self.ask(flag, yes):
                 kind, shown = named, self.shown(flag)
+        if kind == "NO" and not self.found.num_gpus and not self.says("num_processes"):
+            self.found.num_gpus = self.found.gpus_per_node = 1
+            self.found.rows.append(Row(shown, "1 GPUs", "read"))
         self._read_mixed()
         read_degrees(self, self.spread)
         self._read_compile()

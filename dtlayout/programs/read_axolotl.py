@@ -229,7 +229,7 @@ class AxolotlReader(TrainerReader):
         """Put Liger's kernels, each for itself, and the loss."""
         plugins = self.options.get("plugins") or []
         self.says("plugins")
-        names = [plugins] if isinstance(plugins, str) else [str(each) for each in plugins]
+        names = [str(each) for each in (plugins if isinstance(plugins, list) else [plugins])]
         has_liger = any("liger" in each.lower() for each in names)
         kernels: dict[str, str] = {}
         shown = []

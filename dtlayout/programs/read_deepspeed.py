@@ -137,19 +137,15 @@ class ZeroReader:
                 self.found.ignore(self.reader.show(name), _NO_CHECKPOINTING, "no effect")
 
     def _read_offload(self, spread: Spread) -> None:
-        update, weights = (self._read_device(f"zero_optimization.offload_{part}") for part in ("optimizer", "param"))
-        if self.ask("zero_optimization.cpu_offload", yes):
-            update = "cpu"
-        shown = [
-            self.shown(name)
-            for name in ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
-            if self.says(name)
-        ]
+        names = [f"zero_optimization.offload_{part}" for part in ("optimizer", "param")]
+        update, weights = map(self._read_device, names)
+        shown = [self.shown(f"{name}.device") for name in names if self._read_device(name) != "none"]
+        if self.ask("zero_optimization.cpu_offload", yes):  # an earlier name
+            update, shown = "cpu", [self.shown("zero_optimization.cpu_offload"), *shown[update != "none" :]]
         if weights != "none" and spread.zero != 3:
-            self.found.ignore(
-                shown[-1], f"stage {spread.zero} keeps parameters whole: stage 3 offloads them", "no effect"
-            )
-            weights, shown = "none", shown[:-1]
+            why = f"stage {spread.zero} keeps parameters whole: stage 3 offloads them"
+            self.found.ignore(shown.pop(), why, "no effect")
+            weights = "none"
         if update != "none" and spread.zero == 0:
             self.found.ignore(shown[0], "stage 0 shares no state that the host could have", "no effect")
             update = "none"

@@ -54,7 +54,7 @@ OTHERWISE = (
     r"lora_dropout|torch_compile_(backend|mode)|auto_find_batch_size|optim_args|use_cache|use_bnb_nested_quant"
     r"|bnb_4bit_use_double_quant|double_quant|bnb_4bit_compute_dtype|bnb_4bit_quant_storage|torch_empty_cache_steps"
     r"|pad_to_multiple_of|padding_free|jit_mode_eval|fp16_opt_level|fp16_backend|half_precision_backend|padding"
-    r"|gradient_checkpointing_kwargs(\..*)?|ddp_bucket_cap_mb"
+    r"|gradient_checkpointing_kwargs(\..*)?|ddp_bucket_cap_mb|fsdp_(transformer_layer_cls_to_wrap|min_num_params)"
 )
 """Pattern of options that are predicted as if they were not there."""
 FSDP_WORDS = r"(fsdp_)?(transformer_layer_cls_to_wrap|backward_prefetch(_policy)?|forward_prefetch|use_orig_params" \

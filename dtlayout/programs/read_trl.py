@@ -99,7 +99,7 @@ def _read_options(
 
 
 def _find_named(name: Any, file: OtherFile, found: Understood) -> Mapping[str, Any]:
-    if name in NAMED:
+    if isinstance(name, str) and name in NAMED:
         found.rows.append(Row(f"accelerate_config = {name}", "the values of that name", "read"))
         return NAMED[name]
     found.rows.append(Row(f"accelerate_config = {name}", "its values", "read"))

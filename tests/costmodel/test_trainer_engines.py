@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.engine_rules import find_layout_lacks
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, count_reductions
 from dtlayout.models.families import describe
@@ -113,6 +114,23 @@ def test_ddp_has_buckets_of_all_gradients():
     assert two.buffers - one.buffers == pytest.approx(4 * trained, rel=0.05)
     adapted = [predict("accelerate", Layout(dp_replicate=n), ADAPTED).memory[0].buffers for n in (1, 2)]
     assert adapted[1] - adapted[0] < 0.2e9
+
+
+def test_what_transformers_and_deepspeed_lack_is_refused():
+    def lacks(engine: str, layout: Layout) -> list[str]:
+        return find_layout_lacks(find_engine(engine, "h100-80g-sxm"), layout, MODEL)
+
+    assert lacks("accelerate", Layout(tp=2, dp_shard=2)) == [
+        "layout.sequence_parallel=true is nothing that accelerate has; use layout.sequence_parallel=false"
+    ]
+    assert not lacks("accelerate", Layout(tp=2, cp=2, cp_method="gather", dp_shard=2, zero=3, sequence_parallel=False))
+    assert not lacks("deepspeed", Layout(dp_replicate=4)) and not lacks("deepspeed", Layout(dp_shard=4, offload="disk"))
+    refused = {
+        "layout.dp_replicate=2 beside dp_shard=2": Layout(dp_replicate=2, dp_shard=2),
+        "layout.cp=2": Layout(cp=2), "layout.recompute=every-2": Layout(recompute="every-2"),
+    }  # fmt: skip
+    for asked, layout in refused.items():
+        assert any(each.startswith(f"{asked} is nothing that deepspeed has") for each in lacks("deepspeed", layout))
 
 
 def test_moments_in_int8_take_a_quarter_but_for_those_of_the_embedding():

@@ -129,6 +129,11 @@ def test_strategies_of_the_first_fsdp_are_stages_of_zero(tmp_path):
     assert named.get("layout", "zero") == 2
 
 
+def test_one_gpu_is_meant_where_nothing_is_distributed(tmp_path):
+    found = change(tmp_path, "one_gpu.yaml", num_processes=None, mixed_precision="fp8", fp8_config__backend="TE")
+    assert (found.num_gpus, found.gpus_per_node) == (1, 1) and found.get("precision", "matmuls") == "fp8-tensorwise"
+
+
 def test_the_stage_of_zero_is_2_where_accelerate_is_not_told(tmp_path):
     assert (
         change(tmp_path, "own_words_for_deepspeed.yaml", deepspeed_config__zero_stage=None).get("layout", "zero") == 2

@@ -1,13 +1,15 @@
 """Readers: each file is taken by its own program's, none takes a config of ours or of a program that nobody reads."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from program_jobs import LAYOUTS, job_of
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.programs.reading import READERS
 from dtlayout.programs.registry import PROGRAMS
-from dtlayout.programs.trees import read_tree
+from dtlayout.programs.trees import Tree, read_tree
 from dtlayout.programs.understood import OtherFile
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,25 @@ def test_configs_of_ours_are_nobodys():
     assert paths
     for path in paths:
         assert not list_takers(path, path.read_text()), path
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name not in ("megatron", "trainer")])
+def test_whatever_a_value_is_a_file_is_read_or_refused(folder):
+    count = 0
+    for path in (Path(__file__).parent / folder).glob("*.[yj]*"):
+        text = path.read_text()
+        tree = read_tree(text, {})
+        assert tree is not None
+        for name in tree.values:
+            for value in (None, True, "x", -1, 3.5, ["a"], [], "auto"):
+                changed = Tree(text, tree.language, {**tree.values, name: value})
+                file = OtherFile(path, text, changed, {}, 8)
+                reader = next((each for each in READERS if each.is_ours(file)), None)
+                count += reader is not None
+                with suppress(InvalidConfig):
+                    if reader:
+                        reader.read(file)
+    assert count > 500
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)
