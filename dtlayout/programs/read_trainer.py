@@ -23,6 +23,7 @@ from dtlayout.programs.options import Option, positive, real, string, yes
 from dtlayout.programs.read_accelerate import AccelerateReader
 from dtlayout.programs.read_deepspeed import ZeroReader
 from dtlayout.programs.spread import Spread, settle_formats, settle_layout
+from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Row, Understood
 from dtlayout.programs.words_reader import Names, WordsReader, flatten, join_patterns, read_beside
 
@@ -225,12 +226,13 @@ class TrainerReader(WordsReader):
             )
 
     def _take_config(self) -> None:
-        """Take the values of a file that fsdp_config names for the options that it has in a table."""
+        """Take the values of a file that fsdp_config names, or of a table in one word, for the options of its table."""
         name = "fsdp_config"
         if (path := self.options.get(name)) is None:
             return
         self.used.add(name)
-        _, values = read_beside(path, self.file, name)
+        tree = read_tree(path, self.file.given) if str(path).lstrip().startswith("{") else None
+        values = tree.values if tree is not None else read_beside(path, self.file, name)[1]
         self.found.rows.append(Row(self.show(name), "its values", "read"))
         self.options = {**self.options, **flatten(values, self.dialect.fsdp)}
 

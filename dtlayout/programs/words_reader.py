@@ -26,6 +26,11 @@ class WordsReader(OptionReader):
     def __init__(self, found: Understood, options: Mapping[str, Any], names: Names):
         super().__init__(found, options)
         self.names = names
+        for known in names.values():
+            first, *others = [each for each in known if options.get(each) is not None] or [""]
+            for each in others:
+                self.used.add(each)
+                found.ignore(self.show(each), f"{first} says it", "no effect")
 
     def own(self, name: str) -> str:
         """The option's name in this file; its usual one where the file has none of them."""

@@ -209,3 +209,14 @@ def test_explain_predicts_a_file_with_a_model(capsys):
 def test_our_own_configs_and_those_of_others_are_none_of_accelerates():
     root = Path(__file__).parents[2]
     assert read_program(root / "configs" / "debug.toml", {}) is None
+
+
+def test_read_shows_each_option_and_writes_our_config(tmp_path, capsys):
+    config = tmp_path / "job.toml"
+    assert main(["read", str(FOLDER / "four_axes.yaml"), "--output", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert "Hugging Face accelerate, 32 GPUs, 8 a node" in said and "layout.cp_method=ring" in said
+    assert config.read_text().startswith(
+        "# A job of Hugging Face accelerate: dtlayout explain FILE --engine accelerate"
+    )
+    assert "tp = 2" in config.read_text()

@@ -143,6 +143,20 @@ def test_defaults_are_those_of_the_trainer(tmp_path):
     assert nodes.tables["layout"].items() >= {"zero": 3, "dp_replicate": 2, "dp_shard": 8}.items()
 
 
+def test_a_table_may_stand_in_one_word(tmp_path):
+    word = """'{"fsdp_version": 2, "reshard_after_forward": false, "transformer_layer_cls_to_wrap": ["Block"]}'"""
+    found = change(tmp_path, "with_torchrun.sh", ("fsdp.json", word))
+    assert found.get("layout", "zero") == 2
+    older = ("--fsdp_config fsdp.json", "--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer")
+    assert change(tmp_path, "with_torchrun.sh", older).get("layout", "recompute") == "none"
+
+
+def test_an_option_under_two_names_is_said(tmp_path):
+    found = change(tmp_path, "with_accelerate.sh", ("--seed 7", "--max_length 4096"))
+    assert found.get("batch", "seq_len") == 4096
+    assert list_rows(found, "no effect")["max_seq_length = 8192"] == "max_length says it"
+
+
 def test_weights_in_bf16_are_trained_in_bf16_without_sharding(tmp_path):
     alone = [('--fsdp "full_shard auto_wrap"', "--torch_dtype bfloat16"), ("--fsdp_config fsdp.json", "")]
     found = change(tmp_path, "with_torchrun.sh", *alone)
