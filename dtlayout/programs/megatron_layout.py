@@ -148,6 +148,8 @@ def _read_sharding(reader: MegatronOptions, ranks_of_model: int) -> None:
     elif sharded or fsdp:
         names = ("--use-distributed-optimizer", copies_option) if sharded else (*_FSDP, copies_option)
         reader.note("layout", {"dp_shard": dp // copies, "dp_replicate": copies}, *names)
+        if dp == copies:
+            found.ignore(reader.call(names[0]), "one rank has each copy: there is nothing to share", "no effect")
     else:
         reader.note_absent("layout", {"dp_replicate": dp, "dp_shard": 1}, "--use-distributed-optimizer")
 
