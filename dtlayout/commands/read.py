@@ -2,11 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import write
-from dtlayout.base.formatting import align
+from dtlayout.base.formatting import align, plural
 from dtlayout.commands.arguments import add_world, show
 from dtlayout.commands.case import add_given
 from dtlayout.config.loading import parse_config
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"{options.file} is no file of a program that is read here; read are {known}")
     if options.output:
         write(options.output, to_toml(found), "the config")
-    document = {
+    document: dict[str, Any] = {
         "program": found.title, "engine": found.engine, "gpus": found.num_gpus, "tables": found.tables,
         "told": found.told, "options": [each._asdict() for each in found.rows],
         "contradictions": find_contradictions(found),
@@ -67,7 +68,7 @@ def _list_lines(found: Understood, contradictions: list[str]) -> list[str]:
         (each.option or "(not said)", each.ours or "-", ": ".join(filter(None, (words[each.how], each.note))))
         for each in found.rows
     ]
-    gpus = f"{found.num_gpus} GPUs" if found.num_gpus else "GPUs are not said: give --world"
+    gpus = plural(found.num_gpus, "GPU") if found.num_gpus else "GPUs are not said: give --world"
     gpus += f", {found.gpus_per_node} a node" if found.num_gpus and found.gpus_per_node else ""
     lines = [f"{found.title}, {gpus}", "", *align([("option", "ours", ""), *rows], ("<", "<", "<"))]
     return [*lines, *[""] * bool(contradictions), *(f"contradicts itself: {each}" for each in contradictions)]

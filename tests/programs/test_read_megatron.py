@@ -374,7 +374,7 @@ def test_our_own_configs_are_none_of_megatrons():
 
 def test_what_contradicts_itself_or_shards_nothing_is_said(tmp_path, capsys):
     script = tmp_path / "one.sh"
-    text = (FOLDER / "arguments.txt").read_text().replace("--micro-batch-size 2", "--micro-batch-size 3")
+    text = (FOLDER / "arguments.txt").read_text().replace("--micro-batch-size=2", "--micro-batch-size=3")
     script.write_text(text.replace("\n", " ") + " --use-distributed-optimizer")
     assert main(["read", str(script), "--world", "1"]) == 0
     said = capsys.readouterr().out
