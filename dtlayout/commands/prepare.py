@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
     from dtlayout.data.check import check_data  # only now: they import numpy
-    from dtlayout.data.extent import describe_cut_documents
+    from dtlayout.data.extent import describe_filling
 
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
@@ -34,14 +34,16 @@ def run(options: argparse.Namespace) -> int:
         tokens = source.tokens
         if options.verify:
             tokens.verify()
+        num_targets, num_untaught = source.count_targets()
         sources.append(
             {
                 "source": source.name, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
-                "num_documents": tokens.num_documents, "num_samples": source.num_samples, "num_cut": source.num_cut,
-                "num_untaught": source.count_without_targets(),
+                "num_documents": tokens.num_documents, "num_samples": source.num_samples,
+                "num_cut": source.division.num_cut, "padding_share": source.division.padding_share,
+                "num_targets": num_targets, "num_untaught": num_untaught,
             }
         )  # fmt: skip
-        notes.append(describe_cut_documents([source]))
+        notes.append(describe_filling([source]))
     document = {"sources": sources, "_notes": notes, "_seq_len": config.batch.seq_len}
     return show(options, document, _describe, indent=None)
 

@@ -44,9 +44,10 @@ class DataConfig(Ranged, section="data"):
     """A Jinja file that writes conversations as text; empty for the tokenizer's own template."""
     loss_on: Literal["answers", "all"] = "answers"
     """Tokens of a conversation that are targets: those of the answers, or all. In text all tokens are targets."""
-    samples: Literal["packed", "padded"] = "packed"
+    samples: Literal["packed", "padded", "best-fit"] = "packed"
     """How documents become samples. packed: one row of all documents is cut into samples. padded: each document is a
-    sample, which is cut or filled up."""
+    sample, which is cut or filled up. best-fit: whole documents fill each sample, and only one that is longer than a
+    sample is cut."""
     tokenizer: str = path_key("bytes")
     """Tokenizer: bytes, or the path of a tokenizer.json or of its folder. Where none is named, it is the tokenizer of
     `train.init_from`."""

@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -70,8 +72,15 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
 
 def open_data(config: Config, data: DataConfig, store: dist.Store, what: str, *, seed: int) -> Samples:
     """Samples of `data`; each source is prepared once a node, under a key of the store that begins with `what`."""
-    folders = [prepare_on_node(each, store, f"{what}/{i}") for i, each in enumerate(data.sources)]
-    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=seed)
+    vocab_size, batch = config.model.vocab_size, config.batch
+
+    def finish(each: DataConfig, folder: Path) -> None:
+        open_samples(each, [folder], vocab_size, batch, seed=seed)  # so that one process packs best-fit samples
+
+    folders = [
+        prepare_on_node(each, store, f"{what}/{i}", partial(finish, each)) for i, each in enumerate(data.sources)
+    ]
+    return open_samples(data, folders, vocab_size, batch, seed=seed)
 
 
 def open_held_out(config: Config, store: dist.Store) -> Samples | None:

@@ -50,10 +50,20 @@ def test_of_several_sources_each_has_its_epochs(tmp_path):
     )
 
 
-def test_documents_that_are_cut_are_counted(tmp_path):
-    samples = read(tmp_path, [["x" * 30, "y" * 16, "z" * 17, "w"]], samples="padded")
-    note = f"note: 2 documents of {tmp_path / '0.jsonl'} cut: longer than a sample"
-    assert describe_training(samples, 1)[1:] == [note] == describe_held_out(samples, 1)[1:]
+@pytest.mark.parametrize(
+    ("kind", "texts", "said"),
+    [
+        ("padded", ["x" * 30, "y" * 16, "w"], "padded: 29.4% of the samples is padding; 1 of 3 documents cut, 33.3%: "),
+        ("padded", ["x" * 16] * 4, "padded: 0.0% of the samples is padding; no document is cut"),
+        ("best-fit", ["x" * 30, "y" * 16, ""], "best-fit: 2.0% of the samples is padding; 1 of 3 documents cut, "),
+        ("padded", ["x" * 30, *["y"] * 1000], "1 of 1,001 documents cut, less than 0.1%: longer than a sample"),
+    ],
+)
+def test_padding_and_documents_that_are_cut_are_said(tmp_path, kind, texts, said):
+    samples = read(tmp_path, [texts], samples=kind)
+    (line,) = describe_training(samples, 1)[1:]
+    assert line == describe_held_out(samples, 1)[1]
+    assert line.startswith(f"{tmp_path / '0.jsonl'}, {kind}: ") and said in line
 
 
 @pytest.mark.parametrize(

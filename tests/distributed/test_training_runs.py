@@ -290,11 +290,14 @@ def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path)
     template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}", encoding="utf-8")
     mixture = f"[{{source='{sums}', weight=2}}, {{source='{chats}', messages_field='messages'}}]"
     data = (f"--data.mixture={mixture}", f"--data.chat_template={template}")
+    best_fit = ("--data.samples=best-fit", "--data.document_mask=true")
     runs = {
         "alone": (1, ("--data.document_mask=true",)),
         "pp2": (2, ("--data.document_mask=true", "--layout.pp=2")),
         "without": (1, ()),
         "padded": (2, ("--data.samples=padded", "--layout.tp=2")),
+        "best-fit": (1, best_fit),
+        "best-fit, cp2": (2, (*best_fit, "--layout.cp=2")),
     }
     found = {}
     for name, (num_ranks, arguments) in runs.items():
@@ -302,7 +305,10 @@ def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path)
         assert launch(num_ranks, files.config, *data, folder, *arguments, log=log) == 0, log.read_text()
         found[name] = losses(tmp_path / name)
     assert found["pp2"] == pytest.approx(found["alone"], rel=1e-5)
-    for name in ("without", "padded"):
+    assert found["best-fit, cp2"] == pytest.approx(found["best-fit"], rel=1e-5)
+    for source in (sums, chats):
+        assert log.read_text().count(f"{source}, best-fit: ") == 2
+    for name in ("without", "padded", "best-fit"):
         assert abs(found[name][-1] - found["alone"][-1]) > 1e-3
     for name in runs:
         assert found[name][-1] < found[name][0] - 0.5  # it learns
