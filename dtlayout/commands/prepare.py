@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
     from dtlayout.data.check import check_data  # only now: they import numpy
-    from dtlayout.data.extent import describe_filling
+    from dtlayout.data.extent import describe_sources
 
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
                 "num_targets": num_targets, "num_untaught": num_untaught,
             }
         )  # fmt: skip
-        notes.append(describe_filling([source]))
+        notes.append(describe_sources([source]))
     document = {"sources": sources, "_notes": notes, "_seq_len": config.batch.seq_len}
     return show(options, document, _describe, indent=None)
 

@@ -42,8 +42,9 @@ class DataConfig(Ranged, section="data"):
     """Several sources, each with a weight, in the place of `source`."""
     chat_template: str = path_key("")
     """A Jinja file that writes conversations as text; empty for the tokenizer's own template."""
-    loss_on: Literal["answers", "all"] = "answers"
-    """Tokens of a conversation that are targets: those of the answers, or all. In text all tokens are targets."""
+    loss_on: Literal["answers", "last", "all"] = "answers"
+    """Tokens of a conversation that are targets: those of the answers, of the last answer, or all. In text all tokens
+    are targets."""
     samples: Literal["packed", "padded", "best-fit"] = "packed"
     """How documents become samples. packed: one row of all documents is cut into samples. padded: each document is a
     sample, which is cut or filled up. best-fit: whole documents fill each sample, and only one that is longer than a

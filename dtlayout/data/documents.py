@@ -1,7 +1,7 @@
 """Rows of a corpus as documents: ids, and a loss mask that says which of them are targets.
 
 In plain text all ids are targets. In a conversation only the answers are, each with the token that ends it, unless
-`loss_on` says "all".
+`loss_on` says "last", for the last answer alone, or "all".
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +34,8 @@ class Document(NamedTuple):
     """For each id whether it counts as a target; None if all of them do."""
     has_text: bool
     """Whether the document has any text or answer to learn from."""
+    num_rewritten: int = 0
+    """Answers that are no targets, since the template has rewritten them."""
 
 
 def read_documents(corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, skip: int = 0) -> Iterator[Document]:
@@ -56,6 +58,7 @@ class _Text(NamedTuple):
     """Spans of the answers in a conversation; None where all text is a target."""
     is_answered: bool = True
     """Whether the last message is an answer."""
+    num_rewritten: int = 0
 
 
 class _Texts:
@@ -90,7 +93,7 @@ class _Chats:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
-        self.trains_on_all = data.loss_on == "all"
+        self.loss_on = data.loss_on
 
     def read(self, row: SourceRow) -> _Text:
         """The text of a row's conversation; DataError, without file and row, if the row holds none."""
@@ -101,16 +104,15 @@ class _Chats:
         if not all("role" in each for each in messages):
             raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
         tools = _read_tools(row.get("tools"))
-        if self.trains_on_all:
+        if self.loss_on == "all":
             return _Text(self.template.render(messages, tools))
-        text, answers = self.template.find_answers(messages, tools)
-        return _Text(text, answers, is_answered=bool(messages) and messages[-1]["role"] == "assistant")
+        return _Text(*self.template.find_answers(messages, tools, only_last=self.loss_on == "last"))
 
     def encode(self, items: Sequence[_Text]) -> list[Document]:
         """A document for each conversation."""
         encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
-            self._end(ids, self._find_loss_mask(places, item))
+            self._end(ids, self._find_loss_mask(places, item))._replace(num_rewritten=item.num_rewritten)
             for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 

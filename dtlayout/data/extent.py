@@ -1,19 +1,28 @@
 """Lines for people about the data that a run reads: epochs, padding, documents cut, held-out samples left out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from dtlayout.base.formatting import plural
 from dtlayout.data.samples import SampledSource, Samples
 
 
-def describe_filling(sources: Iterable[SampledSource]) -> list[str]:
-    """A line for each source whose documents stay whole: padding, and documents that are cut all the same."""
-    return [
-        f"{source.name}, {source.samples}: {source.division.padding_share:.1%} of the samples is padding; "
-        + _describe_cut(source.division.num_cut, source.tokens.num_documents)
-        for source in sources
-        if source.samples != "packed"
-    ]
+def describe_sources(sources: Iterable[SampledSource]) -> list[str]:
+    """Lines for each source: padding and cut documents where documents stay whole; answers that are not learnt."""
+    return [line for source in sources for line in _describe_source(source)]
+
+
+def _describe_source(source: SampledSource) -> Iterator[str]:
+    tokens, division = source.tokens, source.division
+    if source.samples != "packed":
+        yield (
+            f"{source.name}, {source.samples}: {division.padding_share:.1%} of the samples is padding; "
+            f"{_describe_cut(division.num_cut, tokens.num_documents)}"
+        )
+    if tokens.num_rewritten:
+        yield (
+            f"note: {plural(tokens.num_rewritten, 'answer', ',')} of {source.name} not learnt: the chat template "
+            f"writes them in another way once messages follow; the last answer of each conversation is learnt"
+        )
 
 
 def _describe_cut(num_cut: int, num_documents: int) -> str:
@@ -37,11 +46,11 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
         for source, share in pairs
     ]
     line = f"{plural(num_steps, 'step', ',')} read {plural(num_read, 'sample', ',')}: {', '.join(epochs)}"
-    return [line, *describe_filling(samples.sources)]
+    return [line, *describe_sources(samples.sources)]
 
 
 def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
-    """A line about how many samples of [validation] are measured and why not all, then those of `describe_filling`.
+    """A line about how many samples of [validation] are measured and why not all, then those of `describe_sources`.
 
     `num_batches` is `validation.batches`; no more batches are measured than the samples fill.
     """
@@ -52,4 +61,4 @@ def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
         line += f", {plural(measured, 'batch')} of {samples.num_batches:,}: validation.batches={num_batches}"
     elif tail:
         line += f"; the other {tail:,} do not fill a batch of {size:,}"
-    return [line, *describe_filling(samples.sources)]
+    return [line, *describe_sources(samples.sources)]

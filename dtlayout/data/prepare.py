@@ -219,6 +219,7 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
         "has_text": np.array(any(document.has_text for document in part)),
     }
     if part[0].loss_mask is not None:
+        arrays["num_rewritten"] = np.array(sum(document.num_rewritten for document in part))
         arrays["taught"] = np.concatenate([document.loss_mask for document in part if document.loss_mask is not None])
     own = path.with_name(f"{uuid4().hex[:8]}.partial")
     try:
@@ -233,7 +234,7 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
 
 def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
     """Append the parts to the files of a folder; returns the content of tokens.json."""
-    num_tokens = num_documents = 0
+    num_tokens = num_documents = num_rewritten = 0
     has_text = False
     _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
     for path in parts:
@@ -246,6 +247,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
         _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
         if "taught" in arrays:
             _append(folder / LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
+            num_rewritten += int(arrays["num_rewritten"])
         num_tokens += arrays["ids"].size
         num_documents += arrays["lengths"].size
         has_text = has_text or bool(arrays["has_text"])
@@ -257,6 +259,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
+        **({"num_rewritten": num_rewritten} if num_rewritten else {}),
         **{key: _finish(folder / name) for name, key in HASH_KEYS.items() if (folder / name).exists()},
     }  # fmt: skip
 

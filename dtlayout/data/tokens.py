@@ -32,6 +32,8 @@ class TokenFile:
     """Hash of the file of document offsets; empty where an older version prepared them."""
     taught_sha256: str = ""
     """Hash of the loss mask's file, under the name of its key on disk; empty without one, or from an older version."""
+    num_rewritten: int = 0
+    """Answers that are no targets, since the chat template writes them in another way once messages follow."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
@@ -48,6 +50,7 @@ class TokenFile:
             info["vocab_size"],
             info["end_of_document"],
             **{key: info.get(key, "") for key in HASH_KEYS.values()},
+            num_rewritten=info.get("num_rewritten", 0),
         )
 
     @property

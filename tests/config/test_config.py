@@ -629,8 +629,8 @@ configs = st.builds(
         mixture=st.lists(st.builds(Source, source=paths, weight=st.floats(1e-6, 1e6), split=paths), max_size=2).map(
             tuple
         ),
-        samples=st.sampled_from(["packed", "padded"]),
-        loss_on=st.sampled_from(["answers", "all"]),
+        samples=st.sampled_from(["packed", "padded", "best-fit"]),
+        loss_on=st.sampled_from(["answers", "last", "all"]),
         tokenizer=paths,
         end_of_document=texts,
         max_tokens=positive,
