@@ -34,13 +34,12 @@ def run(options: argparse.Namespace) -> int:
         tokens = source.tokens
         if options.verify:
             tokens.verify()
-        num_targets, num_untaught = source.count_targets()
         sources.append(
             {
                 "source": source.name, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
                 "num_documents": tokens.num_documents, "num_samples": source.num_samples,
                 "num_cut": source.division.num_cut, "padding_share": source.division.padding_share,
-                "num_targets": num_targets, "num_untaught": num_untaught,
+                "num_targets": source.targets.number, "num_untaught": source.targets.num_samples_without,
             }
         )  # fmt: skip
         notes.append(describe_sources([source]))
@@ -53,9 +52,6 @@ def _describe(document: JsonDocument) -> Iterator[str]:
         tokens, samples = plural(source["num_tokens"], "token", ","), plural(source["num_samples"], "sample", ",")
         yield f"{tokens}, {samples} of {document['_seq_len']} in {source['folder']}"
         yield from notes
-        if num_untaught := source["num_untaught"]:
-            untaught = f"{plural(num_untaught, 'sample', ',')} of {source['source']}"
-            yield f"note: nothing is learnt from {untaught}: no token in there is a target"
 
 
 def _prepare(config: Config, data: DataConfig) -> "tuple[SampledSource, ...]":

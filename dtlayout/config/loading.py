@@ -40,11 +40,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a file that may leave out `train.steps`, for commands that only predict.
 
-    Without them the number of steps is PLANNED_STEPS.
+    Without them, and without `train.epochs`, the number of steps is PLANNED_STEPS.
     """
     tables = _read_tables(path, overrides)
     tables.setdefault("train", {})
-    if isinstance(train := tables["train"], dict):
+    if isinstance(train := tables["train"], dict) and not train.get("epochs"):
         train.setdefault("steps", PLANNED_STEPS)
     return parse_config(tables)
 
@@ -116,6 +116,7 @@ def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `--section.key=value` into the tables; a value that is no TOML is a string.
 
     `--layout=NAME` sets each key that a printed layout names. `--model=M` puts another model in the place of [model].
+    `--train.steps` takes the place of `train.epochs` in the file, and the other way round.
     """
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
@@ -136,6 +137,11 @@ def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
             if not isinstance(table, dict):
                 raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
         table[last] = toml.parse_value(value)
+    given = {text.removeprefix("--").partition("=")[0] for text in overrides}
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        train = tables.get("train")
+        if f"train.{name}" in given and f"train.{other}" not in given and isinstance(train, dict) and train[name]:
+            train.pop(other, None)
 
 
 def _name_source(train: Any) -> dict[str, Any]:

@@ -97,8 +97,11 @@ class ValidationConfig(Ranged, section="validation"):
 class TrainConfig(Ranged, section="train"):
     """Length, first weights, folder, device and seed of a run, and when it ends early."""
 
-    steps: int = ranged("must be at least 1")
-    """Optimizer steps of the whole run, including those before it was resumed."""
+    steps: int = ranged("must not be negative", 0)
+    """Optimizer steps of the whole run, including those before it was resumed; 0 where `epochs` says how many."""
+    epochs: float = ranged("must be at least 0 and finite", 0.0)
+    """Length of the whole run in passes over the samples, in the place of `steps`: steps follow, rounded up, from the
+    number of samples, that of all sources together."""
     init_from: str = path_key("")
     """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
     are those of the folder too, where the config has no [model]. Or a PEFT folder, whose adapter is trained further,
@@ -125,6 +128,14 @@ class TrainConfig(Ranged, section="train"):
     """Whether CUDA runs only kernels that give the same bits each time, which are slower. A CPU always does so."""
     force: bool = False
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal unless exactly one key says the length."""
+        if self.steps and self.epochs:
+            what = f"train.steps={self.steps} and train.epochs={self.epochs:g} both say the length of the run"
+            return [Refusal("steps", what, "use one of them, and 0 for the other")]
+        missing = Refusal("steps", "train.steps is missing", "say how many, or how many train.epochs")
+        return [missing] * (not self.steps and not self.epochs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,11 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
             f"{source.name}, {source.samples}: {division.padding_share:.1%} of the samples is padding; "
             f"{_describe_cut(division.num_cut, tokens.num_documents)}"
         )
+    if num_without := source.targets.num_samples_without:
+        yield (
+            f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}: no token in there is "
+            f"a target"
+        )
     if tokens.num_rewritten:
         yield (
             f"note: {plural(tokens.num_rewritten, 'answer', ',')} of {source.name} not learnt: the chat template "
@@ -42,6 +47,7 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
     pairs = zip(samples.sources, samples.shares, strict=True)
     epochs = [
         f"{num_read * share / source.num_samples:.3g} epochs of {plural(source.num_samples, 'sample', ',')}"
+        + f" with {plural(source.targets.number, 'target', ',')}"
         + f" of {source.name}" * (len(samples.sources) > 1)
         for source, share in pairs
     ]

@@ -66,6 +66,15 @@ class SampleRows(NamedTuple):
     """Whether a token is the last of its document, bool."""
 
 
+class Targets(NamedTuple):
+    """Numbers of targets of a source in one epoch."""
+
+    number: int
+    """Tokens that are targets."""
+    num_samples_without: int
+    """Samples in which no token is one."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """Numbers of steps, samples and tokens before a step, whatever sizes the batches had."""
@@ -149,10 +158,11 @@ class SampledSource:
         """Samples in one epoch."""
         return self.division.num_samples
 
-    def count_targets(self) -> tuple[int, int]:
-        """Numbers of targets in one epoch, and of samples without any; reads the whole loss mask."""
+    @cached_property
+    def targets(self) -> Targets:
+        """Targets of one epoch; counting them reads the whole loss mask."""
         if self.tokens.loss_mask is None and self.samples == "packed":
-            return self.num_samples * self.seq_len, 0
+            return Targets(self.num_samples * self.seq_len, 0)
         num_targets = num_without = 0
         for start in range(0, self.num_samples, _SAMPLES_AT_ONCE):
             ids_B = np.arange(start, min(start + _SAMPLES_AT_ONCE, self.num_samples))
@@ -165,7 +175,7 @@ class SampledSource:
                 targets_N = np.searchsorted(places, first_N + length_N) - np.searchsorted(places, first_N + 1)
             targets_B = np.bincount(row_N, targets_N, minlength=ids_B.size)
             num_targets, num_without = num_targets + int(targets_B.sum()), num_without + int((targets_B == 0).sum())
-        return num_targets, num_without
+        return Targets(num_targets, num_without)
 
     def read_ids(self, sample: int) -> Ints:
         """Token ids of one sample, without padding."""

@@ -43,6 +43,11 @@ class Display:
         )
         self.task = self.progress.add_task("train", total=num_steps, numbers="")
 
+    def set_length(self, num_steps: int) -> None:
+        """Set the number of steps, where only the data have said it."""
+        self.num_steps = self.time_left.num_steps = num_steps
+        self.progress.update(self.task, total=num_steps)
+
     def __enter__(self) -> Self:
         self.progress.start()
         return self

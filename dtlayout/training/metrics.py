@@ -107,6 +107,8 @@ class Summary:
     """Exit code of each process of the run; None for a run that crashed, which may go on."""
     steps: int = 0
     """Optimizer steps that the newest state has seen."""
+    epochs: float = 0.0
+    """Length that `train.epochs` asked for; 0 where `train.steps` did."""
     final_loss: float | None = None
     """Mean loss of the last ten steps, or of all if there are fewer, nats a token."""
     validation: Validation | None = None

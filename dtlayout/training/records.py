@@ -61,7 +61,7 @@ class Records(Observer):
     def __init__(self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device):
         """Predict the run; `chosen` are the config's kernels, each auto replaced by a name."""
         self.config, self.layout, self.chosen, self.device = config, layout, chosen, device
-        self.folder = Path(config.train.run_folder)
+        self.folder, self.epochs = Path(config.train.run_folder), config.train.epochs
         self.is_writer = dist.get_rank() == 0
         self.display = Display(open_console(quiet=not self.is_writer), config.train.steps, config.metrics.log_every)
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -84,6 +84,11 @@ class Records(Observer):
             table=self.folder.resolve().parent.name, row=self.folder.name, scenario=scenario, layout=layout,
             kernels=chosen.kernels, outcome="running", predicted=to_predicted(estimate, scenario),
         )  # fmt: skip
+
+    def set_length(self, config: Config) -> None:
+        """Take the config whose number of steps is known."""
+        self.config = config
+        self.display.set_length(config.train.steps)
 
     def say_what_starts(self, first_step: int, trainer: Trainer, held_out: Samples | None, *, is_new: bool) -> None:
         """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
@@ -219,6 +224,7 @@ class Records(Observer):
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
             steps=done,
+            epochs=self.epochs,
             skipped=self.skipped,
             spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,

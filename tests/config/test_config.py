@@ -145,7 +145,7 @@ def test_all_problems_of_all_sections_come_at_once():
         "batch.global_batch=0 must be from 1 to a billion",
         "batch.seq_len=-1 must be from 1 to a billion",
         "train.sed is unknown; did you mean train.seed?",
-        "train.steps is missing",
+        "train.steps is missing; say how many, or how many train.epochs",
         "layout.tp='2' must be a whole number",
         "layout.zero=4 is unknown; use one of [1, 2, 3]",
         "kernels.norm='layer' is unknown; use one of ['auto', 'eager', 'fused', 'liger']",
@@ -164,7 +164,7 @@ def test_all_problems_of_all_sections_come_at_once():
 @pytest.mark.parametrize(
     ("section", "wrong"),
     [
-        ("train", {"steps": 0, "timeout_s": 0.0}),
+        ("train", {"steps": -1, "epochs": -1.0, "timeout_s": 0.0}),
         ("checkpoint", {"every": -1, "keep": 0}),
         ("metrics", {"log_every": 0, "memory_every": 0}),
         ("cluster", {"gpu": "abacus", "gpus_per_node": 0}),
@@ -193,7 +193,7 @@ def test_a_wrong_degree_is_reported_with_the_problems_of_other_sections(wrong):
         ("optimizer", "min_lr_ratio", 1.5, 1.0, "between 0 and 1"),
         ("optimizer", "warmup_steps", -1, 0, "not be negative"),
         ("optimizer", "weight_decay", -0.1, 0.0, "not be negative"),
-        ("train", "steps", 0, 1, "at least 1"),
+        ("train", "steps", -1, 1, "not be negative"),
         ("train", "timeout_s", 0.0, 0.1, "above 0"),
         ("train", "timeout_s", 1e300, 2_592_000.0, "at most 2592000"),
         ("checkpoint", "timeout_s", 1e300, 2_592_000.0, "at most 2592000"),
@@ -665,8 +665,9 @@ def test_a_section_that_is_left_out_has_its_defaults():
     for name, of in SECTIONS.items():
         if name not in TABLES:
             assert getattr(config, name) == of()
+    assert config.train == TrainConfig(**TABLES["train"])
     assert [f.name for of in SECTIONS.values() for f in fields(of) if f.default is MISSING] == [
-        *(f.name for f in fields(ModelShape) if f.default is MISSING), "global_batch", "seq_len", "steps",
+        *(f.name for f in fields(ModelShape) if f.default is MISSING), "global_batch", "seq_len",
     ]  # fmt: skip
 
 
@@ -712,3 +713,18 @@ def test_advice_for_a_large_cluster_tries_few_layouts(monkeypatch):
     with pytest.raises(InvalidLayout, match=r"world size 16500 .* start 8192 or 16384, or change the degrees"):
         check_layout(config, 16_500)
     assert len(tried) < 1000
+
+
+def test_a_run_is_so_many_steps_or_so_many_epochs_long(tmp_path):
+    (found,) = problems_of(tables(train={"steps": 3, "epochs": 2}))
+    both = "train.steps=3 and train.epochs=2 both say the length of the run"
+    assert found == f"{both}; use one of them, and 0 for the other"
+    path = tmp_path / "c.toml"
+    path.write_text(parse_config(tables(train={"steps": 3})).to_toml())
+    longer = load_config(path, ["--train.epochs=2"])  # what is asked for takes the place of what the file says
+    assert (longer.train.steps, longer.train.epochs) == (0, 2)
+    path.write_text(longer.to_toml())
+    assert load_config(path, ["--train.steps=4"]).train.epochs == 0
+    assert load_config(path, ["--train.steps=0"]).train.epochs == 2
+    with pytest.raises(InvalidConfig, match="both say the length"):
+        load_config(path, ["--train.steps=4", "--train.epochs=1"])

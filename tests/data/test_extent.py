@@ -31,7 +31,7 @@ def read(tmp_path, texts_by_source, *, samples="packed", global_batch=4, weights
 
 def test_steps_are_so_many_epochs(tmp_path):
     (line,) = describe_training(read(tmp_path, [["x" * 159]]), 100)  # 160 tokens with the end
-    assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples"
+    assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples with 144 targets"
 
 
 def test_after_a_resume_with_another_batch_samples_count_that_were_read(tmp_path):
@@ -45,8 +45,8 @@ def test_of_several_sources_each_has_its_epochs(tmp_path):
     samples = read(tmp_path, [["x" * 160], ["y" * 320]], weights=[3.0, 1.0])
     (line,) = describe_training(samples, 10)
     assert line == (
-        f"10 steps read 40 samples: 3 epochs of 10 samples of {tmp_path / '0.jsonl'}, "
-        f"0.5 epochs of 20 samples of {tmp_path / '1.jsonl'}"
+        f"10 steps read 40 samples: 3 epochs of 10 samples with 160 targets of {tmp_path / '0.jsonl'}, "
+        f"0.5 epochs of 20 samples with 320 targets of {tmp_path / '1.jsonl'}"
     )
 
 

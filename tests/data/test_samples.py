@@ -262,7 +262,7 @@ def test_targets_and_samples_without_any_are_those_that_are_counted(
     assert samples.num_samples == num_samples
     _, targets, _ = samples.batch(0, range(num_samples))
     is_target = targets != IGNORED
-    assert samples.sources[0].count_targets() == (is_target.sum(), (~is_target.any(dim=1)).sum())
+    assert samples.sources[0].targets == (is_target.sum(), (~is_target.any(dim=1)).sum())
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))

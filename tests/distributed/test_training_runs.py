@@ -78,7 +78,8 @@ def test_validation_is_noted_when_it_is_due_and_summed_up(straight):
 def test_a_run_says_how_much_of_its_data_it_reads(straight):
     log = (straight.config.parent / "log").read_text()
     num_samples = straight.corpus.stat().st_size // 16
-    assert f"6 steps read 48 samples: {48 / num_samples:.3g} epochs of {num_samples} samples\n" in log
+    epochs = f"{48 / num_samples:.3g} epochs of {num_samples} samples with {16 * num_samples:,} targets"
+    assert f"6 steps read 48 samples: {epochs}\n" in log
     held_out = (straight.config.parent / "held_out.txt").stat().st_size // 16
     assert f"validation measures 24 samples of {held_out}, 3 batches of {held_out // 8}: validation.batches=3\n" in log
 
