@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, replace
 
 from dtlayout.base import toml
-from dtlayout.base.source_names import find_held_out_split
+from dtlayout.base.dataset_folders import find_held_out_split
 from dtlayout.config.sections import (
     CheckpointConfig,
     ClusterConfig,

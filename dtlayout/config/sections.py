@@ -18,7 +18,7 @@ class Source(Ranged, section="data.mixture"):
     weight: float = ranged("must be above 0 and finite", 1.0)
     """Share of the samples; the weights of all sources need not add up to 1."""
     split: str = ranged("must not be empty or hold a NUL", "train")
-    """Split of a dataset on the HF hub; local files have one split, train."""
+    """Split of a dataset of the HF hub, or of a local one that has splits; other local files have one, train."""
     text_field: str = "text"
     """Field that holds a document's text."""
     messages_field: str = ""
@@ -30,10 +30,10 @@ class DataConfig(Ranged, section="data"):
     """Documents to train on, and how they become tokens and samples."""
 
     source: str = path_key("python-stdlib")
-    """Source of tokens: a .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or
-    python-stdlib."""
+    """Source of tokens: a .txt, .jsonl, .json, .parquet or .arrow file, a folder or glob of them, a clone of a dataset
+    of the HF hub or its name there, or python-stdlib."""
     split: str = ranged("must not be empty or hold a NUL", "train")
-    """Split of a dataset on the HF hub; local files have one split, train."""
+    """Split of a dataset of the HF hub, or of a local one that has splits; other local files have one, train."""
     text_field: str = "text"
     """Field that holds a document's text."""
     messages_field: str = ""
@@ -58,6 +58,9 @@ class DataConfig(Ranged, section="data"):
     """Whether documents that share a sample do not attend to each other; the loss and its targets stay the same."""
     max_tokens: int = ranged("must not be negative", 0)
     """Most tokens to prepare of each source; 0 for all."""
+    max_bad_rows: int = ranged("must not be negative", 0)
+    """Most rows of each source that are left out since they cannot be read or lack a field. One more is refused, by its
+    file and number."""
     folder: str = path_key("data/tokens")
     """Folder of prepared tokens, which later runs use again."""
 
@@ -81,7 +84,8 @@ class ValidationConfig(Ranged, section="validation"):
     source: str = path_key("")
     """Source of tokens, named as `data.source` is; empty for no validation."""
     split: str = ""
-    """Split of a dataset on the HF hub, by default validation; local files have one split, train."""
+    """Split of a dataset of the HF hub or of a local one that has splits, by default validation; other local files have
+    one, train."""
     text_field: str = ""
     """Field that holds a document's text. If it is named, documents are read as text even where the data are
     conversations. Empty for the field of the data."""

@@ -18,6 +18,11 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
             f"{source.name}, {source.samples}: {division.padding_share:.1%} of the samples is padding; "
             f"{_describe_cut(division.num_cut, tokens.num_documents)}"
         )
+    if tokens.num_bad_rows:
+        yield (
+            f"note: {plural(tokens.num_bad_rows, 'bad row', ',')} of {source.name} left out; the first: "
+            f"{tokens.first_bad_row}"
+        )
     if num_without := source.targets.num_samples_without:
         yield (
             f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}: no token in there is "

@@ -34,6 +34,10 @@ class TokenFile:
     """Hash of the loss mask's file, under the name of its key on disk; empty without one, or from an older version."""
     num_rewritten: int = 0
     """Answers that are no targets, since the chat template writes them in another way once messages follow."""
+    num_bad_rows: int = 0
+    """Rows that were left out, since they could not be read or lacked a field."""
+    first_bad_row: str = ""
+    """Place of the first of them, and the reason."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
@@ -51,6 +55,8 @@ class TokenFile:
             info["end_of_document"],
             **{key: info.get(key, "") for key in HASH_KEYS.values()},
             num_rewritten=info.get("num_rewritten", 0),
+            num_bad_rows=info.get("num_bad_rows", 0),
+            first_bad_row=info.get("first_bad_row", ""),
         )
 
     @property

@@ -49,7 +49,7 @@ def folder(tmp_path):
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     (mixed / "a.jsonl").write_text('{"text": "x"}\n')
-    (mixed / "b.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (mixed / "b.jsonl.bz2").write_bytes(b"BZh9")
     return tmp_path
 
 
