@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
     sources, notes = [], []
-    for source in [each for data in (config.data, config.validation_data) if data for each in _prepare(config, data)]:
+    for source in [each for data in (config.data, *config.held_out_data.values()) for each in _prepare(config, data)]:
         tokens = source.tokens
         if options.verify:
             tokens.verify()

@@ -78,11 +78,32 @@ class DataConfig(Ranged, section="data"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationSet(Ranged, section="validation.sets"):
+    """One of several sets of documents on which the loss is measured, each by itself."""
+
+    name: str = ranged("must be of letters, digits, -, _ and .")
+    """Name of the set's loss in lines, files and trackers."""
+    source: str = path_key()
+    """Source of tokens, named as `data.source` is."""
+    split: str = ""
+    """Split, as `validation.split`."""
+    text_field: str = ""
+    """Field that holds a document's text, as `validation.text_field`."""
+    messages_field: str = ""
+    """Field that holds a conversation, as `validation.messages_field`."""
+    batches: int = ranged("must not be negative", 0)
+    """Global batches that are measured; 0 for as many as `validation.batches` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Ranged, section="validation"):
     """Documents on which the loss is also measured, without training on them; they are tokenized as the data is."""
 
     source: str = path_key("")
-    """Source of tokens, named as `data.source` is; empty for no validation."""
+    """Source of tokens, named as `data.source` is; empty for none."""
+    sets: tuple[ValidationSet, ...] = ()
+    """Several sets, each with a name and a loss of its own, beside `source` or in its place. The loss of the run is
+    that of `source`, or else of the first set."""
     split: str = ""
     """Split of a dataset of the HF hub or of a local one that has splits, by default validation; other local files have
     one, train."""
@@ -93,8 +114,17 @@ class ValidationConfig(Ranged, section="validation"):
     """Field that holds a conversation; empty for the field of the data, if `text_field` is empty too."""
     every: int = ranged("must not be negative", 100)
     """Steps between measurements; with 0 the loss is measured at the end alone."""
-    batches: int = ranged("must be at least 1", 8)
-    """Global batches that are measured, the same ones each time; fewer where the source has no more."""
+    at_start: bool = False
+    """Whether the loss is also measured before the first step of a new run, as step 0."""
+    batches: int = ranged("must not be negative", 8)
+    """Global batches that are measured, the same ones each time, drawn from the whole source; fewer where it has no
+    more. With 0 all of it is measured."""
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for names of sets that are not different."""
+        names = [each.name for each in self.sets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [Refusal("sets", f"validation.sets has {name!r} twice", "give each a name of its own") for name in twice]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,16 +60,14 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
     return [line, *describe_sources(samples.sources)]
 
 
-def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
-    """A line about how many samples of [validation] are measured and why not all, then those of `describe_sources`.
+def describe_held_out(name: str, samples: Samples, num_batches: int) -> list[str]:
+    """A line about how many samples of a set of [validation] are measured, then those of `describe_sources`.
 
-    `num_batches` is `validation.batches`; no more batches are measured than the samples fill.
+    `name` is empty for `validation.source`. `num_batches` is the limit of global batches; 0 for all.
     """
-    size, measured = samples.sizes.global_batch, min(num_batches, samples.num_batches)
-    line = f"validation measures {plural(measured * size, 'sample', ',')} of {samples.num_samples:,}"
-    tail = samples.num_samples - samples.num_batches * size
-    if measured < samples.num_batches:
-        line += f", {plural(measured, 'batch')} of {samples.num_batches:,}: validation.batches={num_batches}"
-    elif tail:
-        line += f"; the other {tail:,} do not fill a batch of {size:,}"
+    num_held_out, size = samples.num_samples, samples.sizes.global_batch
+    measured = min(num_batches * size, num_held_out) if num_batches else num_held_out
+    line = f"validation{f' {name}' * bool(name)} measures {plural(measured, 'sample', ',')} of {num_held_out:,}"
+    if measured < num_held_out:
+        line += f", {plural(num_batches, 'batch')} of {samples.num_batches:,}: batches={num_batches}"
     return [line, *describe_sources(samples.sources)]

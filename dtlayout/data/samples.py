@@ -118,16 +118,6 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
     return Samples(tuple(sources), batch, seed, data.weights)
 
 
-def check_held_out(samples: "Samples", source: str) -> None:
-    """Raise DataError if the samples of [validation] do not make one batch."""
-    if samples.num_batches == 0:
-        raise DataError(
-            f"validation.source={source!r} holds {plural(samples.num_samples, 'sample')} of "
-            f"seq_len={samples.sizes.seq_len}, fewer than batch.global_batch={samples.sizes.global_batch}; "
-            f"use a longer source"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class SampledSource:
     """Prepared tokens of one source, cut into samples of `seq_len`."""
@@ -216,6 +206,8 @@ class Samples:
     """Weight of each source: [Note: shares]."""
     seen: Seen = _NOTHING
     """Totals of earlier steps, whose batches may have had other sizes; from there on batches have `sizes`."""
+    is_once: bool = False
+    """Whether each sample comes once: what is left of the last batch has no targets. Else another epoch begins."""
 
     def __post_init__(self) -> None:
         if 0 in self._quotas:
@@ -242,8 +234,8 @@ class Samples:
 
     @property
     def num_batches(self) -> int:
-        """Number of whole global batches in these samples."""
-        return self.num_samples // self.sizes.global_batch
+        """Number of global batches that hold all these samples once; the last one may not be full."""
+        return -(-self.num_samples // self.sizes.global_batch)
 
     @property
     def fingerprint(self) -> str:
@@ -273,6 +265,8 @@ class Samples:
         for i, source in enumerate(self.sources):
             is_here = source_B == i
             tokens[is_here], counts[is_here], is_last[is_here] = source.read(sample_B[is_here])
+        if self.is_once:
+            counts[number_samples(step, indices, self.sizes.global_batch, self.seen) >= self.num_samples] = False
         targets = np.where(counts, tokens, IGNORED)[:, 1:]
         return SampleRows(
             *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))

@@ -1,6 +1,6 @@
 """Records: the lines that a run prints, and the files about it in its folder."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -90,7 +90,7 @@ class Records(Observer):
         self.config = config
         self.display.set_length(config.train.steps)
 
-    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: Samples | None, *, is_new: bool) -> None:
+    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: dict[str, Samples], *, is_new: bool) -> None:
         """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
         model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
@@ -122,8 +122,8 @@ class Records(Observer):
         self.display.say(self._prediction_line)
         if self.is_writer:
             lines = describe_training(trainer.batches.samples, self.config.train.steps)
-            if held_out is not None:
-                lines += describe_held_out(held_out, self.config.validation.batches)
+            for name, each in held_out.items():
+                lines += describe_held_out(name, each, self.config.count_held_out_batches(name))
             for line in lines:
                 self.display.say(line)
 
@@ -167,6 +167,7 @@ class Records(Observer):
             peak_memory_bytes=step.peak_bytes,
             data_wait_s=step.data_wait_s,
             validation_loss=step.validation_loss,
+            validation_losses=step.validation_losses,
             spike=step.is_spike,
             loss_scale=step.result.loss_scale,
             layout=str(self.layout),
@@ -178,6 +179,15 @@ class Records(Observer):
                 self.display.say(problem)
             self._trackers.write(metrics)
         self.display.show(metrics)
+
+    def note_start(self, losses: Mapping[str, float]) -> None:
+        """Note the validation losses before the first step, by the names of their sets, as those of step 0."""
+        first, named = next(iter(losses.values())), {name: loss for name, loss in losses.items() if name}
+        if self.is_writer:
+            if problem := self._metrics.append_start(first, named, str(self.layout)):
+                self.display.say(problem)
+            self._trackers.write_start(first, named)
+        self.display.show_validation(0, first, named)
 
     def note_samples(self, samples: Samples, step: int, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:
         """Write down which samples a step had; a part of a sentence about it, on the rank that writes."""
@@ -205,8 +215,8 @@ class Records(Observer):
         """Write summary.json and print the table at the end of a run that has done so many steps."""
         if not self.is_writer:
             return
-        lines = self._metrics.read()
-        losses = [line["loss"] for line in lines]
+        lines = self._metrics.read_all()
+        losses = [line["loss"] for line in lines if line["step"] > 0]
         imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]
         step_time_s, spread_s = time_steps(self._step_times_s, self.num_slow)
         speed = self._speed.describe(step_time_s) if step_time_s else {}
@@ -229,6 +239,7 @@ class Records(Observer):
             spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
+            validation_sets=Validation.of_sets(lines),
             parameters=count_parameters(self.config.model),
             device=self.device.name,
             torch=torch.__version__,
@@ -250,7 +261,7 @@ class Records(Observer):
                 f"loss, mean of the last {plural(num_losses, 'step')}",
                 compare(summary.final_loss, None, "{:.4f}".format),
             ),
-            *describe_validation(summary.validation),
+            *describe_validation(summary.validation, summary.validation_sets),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
             ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),

@@ -147,6 +147,8 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     try:
         with records.display:
             is_stopped = _is_stopped(inputs.stop, checkpoints.host)
+            for observer in () if is_stopped else observers:
+                observer.at_start()
             exit_code, done = (EXIT_STOPPED, done) if is_stopped else run_steps(steps, trainer, observers, watch)
             if exit_code == EXIT_STOPPED:
                 done = checkpoints.saved

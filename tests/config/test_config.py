@@ -230,7 +230,7 @@ def list_path_keys() -> list[tuple[str, str]]:
 PATH_KEYS = [
     ("cluster", "file"), ("data", "chat_template"), ("data", "folder"), ("data", "source"), ("data", "tokenizer"),
     ("data.mixture", "source"), ("layout", "offload_folder"), ("model", "trace"), ("train", "init_from"),
-    ("train", "run_folder"), ("validation", "source"),
+    ("train", "run_folder"), ("validation", "source"), ("validation.sets", "source"),
 ]  # fmt: skip
 
 
@@ -242,6 +242,8 @@ def put(section: str, key: str, value: Any) -> dict[str, Any]:
     """The tables of a config that has this value."""
     if section == "data.mixture":
         return tables(data={"mixture": [{key: value}]})
+    if section == "validation.sets":
+        return tables(validation={"sets": [{"name": "a", key: value}]})
     return tables(**{section: {key: value}})
 
 
@@ -253,7 +255,7 @@ def test_a_path_has_a_home_in_the_place_of_its_tilde(section, key, tmp_path, mon
     for part in section.split("."):
         found = getattr(found, part)
     assert getattr(found[0] if isinstance(found, tuple) else found, key) == str(tmp_path / "mine")
-    if section != "data.mixture":
+    if section not in ("data.mixture", "validation.sets"):
         assert parse_config(toml.loads(parse_config(put(section, key, "~/mine")).to_toml()))
 
 
@@ -728,3 +730,17 @@ def test_a_run_is_so_many_steps_or_so_many_epochs_long(tmp_path):
     assert load_config(path, ["--train.steps=0"]).train.epochs == 2
     with pytest.raises(InvalidConfig, match="both say the length"):
         load_config(path, ["--train.steps=4", "--train.epochs=1"])
+
+
+def test_sets_of_validation_have_names_of_their_own():
+    sets = [{"name": name, "source": f"{name}.txt"} for name in ("web", "code")]
+    config = parse_config(tables(validation={"sets": sets, "batches": 3}))
+    assert list(config.held_out_data) == ["web", "code"] and config.validation_data == config.held_out_data["web"]
+    with_source = parse_config(tables(validation={"sets": [sets[0] | {"batches": 5}], "source": "a.txt", "batches": 3}))
+    assert [each.source for each in with_source.held_out_data.values()] == ["a.txt", "web.txt"]
+    assert [with_source.count_held_out_batches(name) for name in ("", "web")] == [3, 5]
+    assert parse_config(tables()).held_out_data == {} and parse_config(tables()).validation_data is None
+    (twice,) = problems_of(tables(validation={"sets": [sets[0], sets[0]]}))
+    assert twice == "validation.sets has 'web' twice; give each a name of its own"
+    (wrong,) = problems_of(tables(validation={"sets": [sets[0] | {"name": "a/b"}]}))
+    assert wrong == "validation.sets.name='a/b' must be of letters, digits, -, _ and ."

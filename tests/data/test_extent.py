@@ -62,21 +62,18 @@ def test_of_several_sources_each_has_its_epochs(tmp_path):
 def test_padding_and_documents_that_are_cut_are_said(tmp_path, kind, texts, said):
     samples = read(tmp_path, [texts], samples=kind)
     (line,) = describe_training(samples, 1)[1:]
-    assert line == describe_held_out(samples, 1)[1]
+    assert line == describe_held_out("", samples, 1)[1]
     assert line.startswith(f"{tmp_path / '0.jsonl'}, {kind}: ") and said in line
 
 
 @pytest.mark.parametrize(
-    ("num_batches", "said"),
+    ("name", "num_batches", "said"),
     [
-        (8, "validation measures 8 samples of 10; the other 2 do not fill a batch of 4"),
-        (2, "validation measures 8 samples of 10; the other 2 do not fill a batch of 4"),
-        (1, "validation measures 4 samples of 10, 1 batch of 2: validation.batches=1"),
+        ("", 8, "validation measures 10 samples of 10"),
+        ("", 0, "validation measures 10 samples of 10"),
+        ("", 1, "validation measures 4 samples of 10, 1 batch of 3: batches=1"),
+        ("code", 2, "validation code measures 8 samples of 10, 2 batches of 3: batches=2"),
     ],
 )
-def test_what_validation_leaves_out_is_said(tmp_path, num_batches, said):
-    assert describe_held_out(read(tmp_path, [["x" * 160]]), num_batches) == [said]
-
-
-def test_validation_that_measures_all_leaves_nothing_out(tmp_path):
-    assert describe_held_out(read(tmp_path, [["x" * 128]]), 2) == ["validation measures 8 samples of 8"]
+def test_how_much_of_validation_is_measured_is_said(tmp_path, name, num_batches, said):
+    assert describe_held_out(name, read(tmp_path, [["x" * 160]]), num_batches) == [said]
