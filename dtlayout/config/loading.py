@@ -15,6 +15,7 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_path_problem
 from dtlayout.config.config import Config
+from dtlayout.config.new_rows import add_rows
 from dtlayout.config.sections import TrainConfig
 from dtlayout.models.beside import KEPT, TOKENIZER, has_other_tokenizer
 from dtlayout.models.files import complete
@@ -80,6 +81,11 @@ def parse_config(tables: dict[str, Any]) -> Config:
         tables = _choose_tokenizer(tables)
     except InvalidConfig as error:
         problems += error.problems
+    if isinstance(model, dict):
+        run_folder = str(_find_train(tables).get("run_folder", TrainConfig.run_folder))
+        folder = _find_init_from(tables)
+        folder = None if folder is None or is_peft(folder) else folder
+        model = add_rows(model, tables, folder, expand(run_folder) if has_begun(run_folder) else None)
     needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
         config = toml.parse({**needed, **tables, "model": model}, Config)
@@ -107,9 +113,14 @@ def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _find_init_from(tables: Mapping[str, Any]) -> Path | None:
     """The path of `train.init_from`; None without one, or where it can be no path."""
-    train = tables.get("train")
-    named = train.get("init_from") if isinstance(train, dict) else None
+    named = _find_train(tables).get("init_from")
     return expand(named) if isinstance(named, str) and named and not find_path_problem(named) else None
+
+
+def _find_train(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table [train]; empty where it is none."""
+    train = tables.get("train")
+    return train if isinstance(train, dict) else {}
 
 
 def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -140,6 +140,9 @@ class TrainConfig(Ranged, section="train"):
     """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
     are those of the folder too, where the config has no [model]. Or a PEFT folder, whose adapter is trained further,
     beside the frozen model that it names."""
+    new_rows: Literal["mean", "normal"] = "mean"
+    """First values of rows of embedding and head that the model of `init_from` lacks, because the tokenizer has more
+    tokens or tp does not divide the rows. mean: that of the rows that are there. normal: drawn as first weights are."""
     run_folder: str = path_key("runs/latest")
     """Folder for metrics, summary, config and checkpoints, by default named like the config file. A run in the same
     folder is resumed."""

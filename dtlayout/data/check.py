@@ -28,7 +28,7 @@ def check_data(config: Config) -> None:
     It also refuses a [validation] that reads training data.
     """
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)  # all sources have the same one
-    refuse_larger(tokenizer.vocab_size, config.model.vocab_size)
+    refuse_larger(tokenizer.vocab_size, config.model.num_ids)
     listed = [(data, _list_checked(data)) for data in config.data.sources]
     for validation in config.held_out_data.values():
         ours = _list_checked(validation)
