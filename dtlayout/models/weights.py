@@ -15,7 +15,7 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural
-from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files
+from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files, read_table
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_trained_model
@@ -198,6 +198,14 @@ def find_other_positions(text: str, model: ModelShape) -> list[str]:
     made_for = find_trained_model(str(find_base_folder(expand(text)) / CONFIG))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
+
+
+def describe_longer_context(text: str, seq_len: int) -> list[str]:
+    """A line if samples are longer than the texts that the folder `train.init_from` is made for; exports say so too."""
+    known = read_table(find_base_folder(expand(text)) / CONFIG).get("max_position_embeddings")
+    if not isinstance(known, int) or seq_len <= known:
+        return []
+    return [f"{text} is made for {known:,} tokens, and batch.seq_len is {seq_len:,}: an export is made for as many"]
 
 
 def plan_files(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:

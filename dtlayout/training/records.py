@@ -22,7 +22,7 @@ from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.traced import FAMILY
-from dtlayout.models.weights import describe_new_rows, find_other_positions
+from dtlayout.models.weights import describe_longer_context, describe_new_rows, find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
@@ -107,6 +107,7 @@ class Records(Observer):
             for line in describe_new_rows(source, model, self.config.train.new_rows):
                 self.display.say(line)
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
+            lines += describe_longer_context(source, self.config.batch.seq_len)
             for line in lines + find_adapter_notes(expand(source)):
                 self.display.say(f"note: {line}")
         elif is_new and model.family == FAMILY:
