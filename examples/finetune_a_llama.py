@@ -43,8 +43,8 @@ def dtlayout(*arguments: str) -> str:
 
 
 train("further", f"{folder}/base", "--layout.tp=1", "--train.steps=20", "--data.max_tokens=100_000")
-chats = ("--data.messages_field=messages", "--data.samples=best-fit", "--data.document_mask=true")
-chats = (*chats, "--data.max_tokens=0", f"--data.chat_template={folder}/chat.jinja")
+chats = ("--data.messages_field=messages", "--data.samples=padded", "--data.max_tokens=0")
+chats = (*chats, f"--data.chat_template={folder}/chat.jinja")
 train("taught", f"{folder}/further/hf", f"--data.source={folder}/chats.jsonl", *chats)
 
 lora = ("--layout.tp=1", "--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--train.steps=70")
