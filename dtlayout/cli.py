@@ -39,7 +39,7 @@ STAGES = {
         "config": "Show every key of a config, with its type, its default and what it means.",
         "prepare": "Tokenize the data of a config once, as training would.",
         "plot": "Draw loss, validation, speed and memory of runs as one page and as PNG files.",
-        "data": "Show as text the samples of a step whose loss was not finite.",
+        "data": "Show a training sample as text with its targets marked, or those of a step whose loss was not finite.",
         "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
         "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
         "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",

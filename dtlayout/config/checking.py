@@ -101,13 +101,16 @@ def _check_spikes(config: Config) -> list[Refusal]:
     return [Refusal("spikes.action", what, 'use save=true or action="skip"')]
 
 
-def _check_warmup(config: Config) -> list[Refusal]:
-    """The learning rate reaches its highest value before the run ends, or before it has fallen."""
+def check_warmup(config: Config) -> list[Refusal]:
+    """The learning rate reaches its highest value before the run ends, or before it has fallen.
+
+    Nothing is refused where `train.epochs` says the length, before the number of steps is known.
+    """
     optimizer = config.optimizer
     name, num_steps = "train.steps", config.train.steps
     if optimizer.decay_steps:
         name, num_steps = "optimizer.decay_steps", optimizer.decay_steps
-    if optimizer.warmup_steps <= num_steps:
+    if optimizer.warmup_steps <= num_steps or not num_steps:
         return []
     warmup = f"optimizer.warmup_steps={optimizer.warmup_steps} is more than {name}={num_steps}"
     advice = "use fewer, or optimizer.decay_steps=N for the first steps of a run of N"
@@ -155,7 +158,7 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
-    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, _check_warmup, _check_roles,
+    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, check_warmup, _check_roles,
     _check_loss_scale, _check_disk, _check_traced,
 )  # fmt: skip
 """Rules of sections beside each other."""
