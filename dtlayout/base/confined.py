@@ -54,7 +54,7 @@ def _check(event: str, arguments: tuple[Any, ...]) -> None:
     folders = getattr(_confined, "folders", None)
     if folders is None:
         return
-    if event == "open" or event in ("os.listdir", "os.scandir"):
+    if event == "open":
         path = arguments[0]
         if isinstance(path, int) or path is None:
             return
