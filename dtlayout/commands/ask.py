@@ -24,6 +24,7 @@ from dtlayout.base.formatting import find_version
 from dtlayout.commands.arguments import check_options, parse_options, strip_private
 from dtlayout.costmodel.engine import OWN_ENGINE, known_engines
 from dtlayout.costmodel.estimate import estimate
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.families import FAMILIES
 from dtlayout.models.presets import PRESETS
@@ -38,6 +39,8 @@ from dtlayout.web.question import FieldRefused, PageQuestion, find_fields, read_
 
 _LOCK = threading.Lock()
 """Lock of the one question that is answered at a time: two would not be faster, and stderr is the process's own."""
+_FORMATS = ("params", "compute", "reduce", "matmuls")
+"""Keys of [precision] that another program can be told."""
 _EMITTED_NAMES = {"megatron": "train.sh", "automodel": "job.yaml", "nanotron": "job.yaml", "torchtitan": "job.toml"}
 """Engine → name of the file that is written for its program; of others best.toml, a config of ours."""
 
@@ -156,6 +159,19 @@ def _emit(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
     return {"ok": True, "name": path.name, "text": path.read_text(encoding="utf-8"), "emitted_for": emitted}
 
 
+def _patch(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
+    """The file that came with the question, with the best layout in it, and the changes as a diff."""
+    if desk.question.file is None:
+        raise FieldRefused("file", "a file is missing, which the best layout is written into")
+    name = desk.question.file.name
+    changed, diff = desk.folder / f"changed-{name}", desk.folder / f"{name}.patch"
+    arguments = desk.list_arguments("scale", "why_not")
+    document = _run("recommend", [*arguments, "--patch", str(changed)], commands)
+    _run("recommend", [*arguments, "--patch", str(diff)], commands)
+    texts = {"text": changed.read_text(encoding="utf-8"), "diff": diff.read_text(encoding="utf-8")}
+    return {"ok": True, "name": changed.name, **texts, "change": document["yours"]["written_change"]}
+
+
 def _explain(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
     return _run("explain", _write_case(desk, commands), commands)
 
@@ -177,8 +193,7 @@ def _write_case(desk: _Desk, commands: list[list[str]]) -> list[str]:
     from dtlayout.commands.recommend import read_space
 
     arguments = desk.list_arguments("scale", "why_not", "tokens", "price", "top")
-    options = _parse("recommend", arguments)
-    space = read_space(options)
+    space = read_space(_parse("recommend", arguments))
     if not desk.question.layout:
         raise FieldRefused("layout", "layout is missing; name the one that is asked about")
     choices = parse_choices(desk.question.layout)
@@ -186,11 +201,20 @@ def _write_case(desk: _Desk, commands: list[list[str]]) -> list[str]:
     path = desk.folder / "layout.toml"
     path.write_text(make_config(path, space.scenario, found, []), encoding="utf-8")
     commands.append(["dtlayout", "recommend", *arguments, "--fix", desk.question.layout, "--emit", path.name])
-    cluster, texts = space.scenario.cluster, desk.question.texts
-    machines = ["--gpu", cluster.gpu.name, "--gpus", str(cluster.num_gpus), "--engine", space.scenario.engine.name]
-    told = [argument for each in options.engine_set for argument in ("--engine-set", each)]
-    formats = [f"--precision.{each.removeprefix('precision.')}" for each in texts.get("precision", ())]
-    return [str(path), *machines, *told, *formats]
+    return [str(path), *_name_machines(space.scenario)]
+
+
+def _name_machines(scenario: Scenario) -> list[str]:
+    """Arguments with the GPUs and the program of a scenario; all that another program is told, since its usual formats
+    and settings are not those of our configs."""
+    cluster, engine = scenario.cluster, scenario.engine
+    machines = ["--gpu", cluster.gpu.name, "--gpus", str(cluster.num_gpus)]
+    if engine.name == OWN_ENGINE:
+        return machines
+    assumed = engine.assumptions(scenario.precision)
+    told = [text for name in engine.features.choices for text in ("--engine-set", f"{name}={assumed[name][0]}")]
+    formats = [f"--precision.{name}={getattr(scenario.precision, name)}" for name in _FORMATS]
+    return [*machines, "--engine", engine.name, *told, *formats]
 
 
 def _list_choices(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
@@ -237,7 +261,7 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 _ANSWERS: dict[str, Callable[[_Desk, list[list[str]]], dict[str, Any]]] = {
-    "recommend": _recommend, "scale": _scale, "emit": _emit, "explain": _explain, "timeline": _timeline,
-    "compare": _compare, "choices": _list_choices, "origins": _list_origins,
+    "recommend": _recommend, "scale": _scale, "emit": _emit, "patch": _patch, "explain": _explain,
+    "timeline": _timeline, "compare": _compare, "choices": _list_choices, "origins": _list_origins,
 }  # fmt: skip
 """PageQuestion → its answer."""

@@ -133,6 +133,15 @@ def test_a_training_file_is_read_and_its_own_layout_stands_beside_the_best(capsy
     assert command == "dtlayout recommend --like train.sh --gpu a100-80g-sxm"
     assert without_command(document) == terminal(capsys, tmp_path, *shlex.split(command)[1:])
     assert document["yours"]["path"] == "train.sh" and document["yours"]["layout"]["layout"]["tp"] == 2
+    patched = ask({"ask": "patch", "file": {"name": "train.sh", "text": SCRIPT}, "gpu": "a100-80g-sxm"})
+    for command in patched["asked"]["commands"]:
+        terminal(capsys, tmp_path, *shlex.split(command)[1:])
+    assert patched["text"] == (tmp_path / patched["name"]).read_text() != SCRIPT
+    assert patched["diff"] == (tmp_path / "train.sh.patch").read_text() and patched["change"]
+    best = document["layouts"][0]
+    asked = {"ask": "explain", "layout": best["name"], "file": {"name": "train.sh", "text": SCRIPT}}
+    opened = ask(asked | {"gpu": "a100-80g-sxm"})
+    assert (opened["step_time_s"], opened["engine"]) == (pytest.approx(best["step_time_s"]), "megatron")
     assert any("train.sh is read as a job of Megatron-LM" in note for note in document["asked"]["notes"])
 
 
@@ -229,6 +238,7 @@ def secret(tmp_path) -> Path:
         lambda path: {"ask": "explain", "layout": str(path)},
         lambda path: {"ask": "compare", "layout": "dp16 mb1 zero3", "other": str(path)},
         lambda path: {"ask": "../../etc"},
+        lambda path: {"ask": "patch"},
         lambda path: {"model": None},
         lambda path: {"model": ["debug"]},
         lambda path: {"fix": ["tp=1"] * 1000},

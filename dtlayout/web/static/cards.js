@@ -2,13 +2,13 @@
 import {make, fill, number, bytes, count, short, percent, seconds, words, sentence, billions, describeLayout} from './text.js';
 import {track, legend} from './charts.js';
 
-export function showBest(place, answer, {opened, open, emit}) {
+export function showBest(place, answer, {opened, open, emit, patch}) {
   const {scenario, layouts} = answer, best = layouts[0];
   const names = Object.keys(best.time), parts = Object.keys(best.memory[0]);
   const hasTime = scenario.knows_time;
   fill(place,
     make('h2', {}, `${scenario.model.name} (${billions(scenario.parameters)}) on ${count(scenario.num_gpus)} × ${scenario.gpu}`),
-    answer.yours && showYours(answer.yours, best),
+    answer.yours && showYours(answer.yours, best, patch),
     legendLine('step', names, name => layouts.some(each => each.time[name] > 0)),
     legendLine('memory', parts, name => layouts.some(each => each.memory[each.busiest_rank][name] > 0), 'what a GPU may hold', 'range of the peak'),
     make('ul', {class: 'cards'}, layouts.map((each, i) => card(each, i, {hasTime, names, parts, isOpen: each.name === opened, open, emit}))),
@@ -50,12 +50,13 @@ function card(each, i, {hasTime, names, parts, isOpen, open, emit}) {
       make('button', {type: 'button', class: i ? null : 'main', onclick: () => emit(each.name)}, 'Get its file')));
 }
 
-function showYours(yours, best) {
+function showYours(yours, best, patch) {
   const slower = yours.slower_than_best;
   const beside = Math.abs(slower) < .005 ? 'as fast as the best here' : slower > 0 ? `${percent(slower, 1)} slower than the best here` : `${percent(-slower, 1)} faster than the best here`;
   return make('div', {class: 'yours'},
     make('p', {class: 'lead'}, `${yours.path ?? 'Your file'}: ${yours.layout.name}, ${yours.fits ? `fits, ${bytes(yours.layout.peak_bytes)} on its fullest rank; ${beside}` : `does not fit: ${bytes(yours.layout.peak_bytes)} of ${bytes(best.capacity_bytes)}`}.`),
-    yours.change && make('p', {class: 'note'}, typeof yours.change === 'string' ? yours.change : ''));
+    yours.change && [make('p', {}, 'The best as changes of the file:'), make('pre', {}, yours.change.join('\n')),
+      make('div', {class: 'actions'}, make('button', {type: 'button', onclick: patch}, 'Get the changed file'))]);
 }
 
 function showFacts(answer) {
@@ -64,7 +65,7 @@ function showFacts(answer) {
   if (alike && alike.places > 1) {
     facts.push(`Places 1 to ${alike.places} cannot be told apart: layouts predicted within ${percent(alike.most)} of each other came in the predicted order ${Math.round(100 * alike.right / alike.pairs)} of 100 times.`);
   }
-  if (simplest && simplest.places > 1) facts.push(`1 is the simplest of places 1 to ${simplest.places}, ${percent(simplest.slower_than_fastest, 1)} slower than the fastest of them.`);
+  if (simplest && simplest.places > 1 && simplest.slower_than_fastest >= .0005) facts.push(`1 is the simplest of places 1 to ${simplest.places}, ${percent(simplest.slower_than_fastest, 1)} slower than the fastest of them.`);
   if (!margin.is_asked && margin.max_memory < 1) facts.push(`${percent(margin.max_memory)} of the memory may be filled: ${margin.why}.`);
   facts.push(...answer.remarks.map(sentence));
   return make('div', {}, facts.map(each => make('p', {class: 'note'}, each)));

@@ -15,7 +15,7 @@ const WAIT_MS = 180;  // after the last key
 let state = {...FIRST}, answer = null, choices = null, round = 0, timer = 0, origins = null, scaleWanted = false;
 
 const latest = new Latest(({began, ...question}) => ask(question), {
-  began: () => { byId('found').setAttribute('aria-busy', 'true'); byId('status').textContent = 'Searching…'; },
+  began: () => { age(true); byId('status').textContent = 'Searching…'; },
   done: (document, question) => showAnswer(document, question),
   failed: error => showProblems([error.message], ['']),
 });
@@ -27,7 +27,7 @@ function refresh(wait = 0) {
     moveSliders();
     describeNodes();
     round += 1;
-    byId('found').setAttribute('aria-busy', 'true');
+    age(true);
     latest.put({began: performance.now(), ...toQuestion(state)});
     const hash = await toHash(state);
     if (hash !== location.hash) history.replaceState(null, '', hash || location.pathname + location.search);
@@ -37,6 +37,7 @@ function refresh(wait = 0) {
 function showAnswer(document, {began}) {
   if (!document.ok) {
     byId('status').textContent = answer ? 'Refused; below is still the answer before.' : 'Refused.';
+    byId('found').setAttribute('aria-busy', 'false');
     showProblems(document.problems, document.fields);
     return;
   }
@@ -46,17 +47,24 @@ function showAnswer(document, {began}) {
   const names = document.layouts.map(each => each.name);
   if (!names.includes(state.layout)) state.layout = '';
   byId('status').textContent = `${plural(document.searched.layouts, 'layout')} searched in ${seconds((performance.now() - began) / 1000)}.`;
-  byId('found').setAttribute('aria-busy', 'false');
+  age(false);
   byId('found').dataset.asked = JSON.stringify(document.asked.commands);
+  window.document.title = `${document.layouts[0].name}: ${document.scenario.model.name} on ${document.scenario.num_gpus} × ${document.scenario.gpu}`;
   draw();
   openLayout();
   byId('clusters').replaceChildren(make('h2', {}, 'More or fewer GPUs'), make('p', {class: 'note'}, 'Comes when it is in sight.'));
   if (scaleWanted) askScale();
 }
 
+// Dims what answers an earlier question.
+function age(isOld) {
+  byId('found').classList.toggle('old', isOld);
+  byId('found').setAttribute('aria-busy', String(isOld));
+}
+
 function draw() {
   const opened = state.layout || answer.layouts[0].name;
-  showBest(byId('best'), answer, {opened, open, emit});
+  showBest(byId('best'), answer, {opened, open, emit, patch});
   showOthers(byId('others'), answer, state, {whyNot, compare});
   showBasis(byId('basis'), answer);
   if (state.other) compare(state.other, false);
@@ -96,9 +104,12 @@ async function openLayout(isAsked = false) {
   }
 }
 
-function emit(name) {
-  const best = answer.layouts[0].name;
-  askBeside({ask: 'emit', layout: name === best ? '' : name, why_not: ''}, document => {
+const emit = name => write({ask: 'emit', layout: name === answer.layouts[0].name ? '' : name});
+const patch = () => write({ask: 'patch'});
+
+// Shows a file that was written, to be downloaded or copied.
+function write(more) {
+  askBeside({...more, why_not: ''}, document => {
     if (!document.ok) {
       showProblems(document.problems, document.fields);
       return;
@@ -163,10 +174,11 @@ function showProblems(problems, fields) {
       general.push(text);
       return;
     }
-    const control = field.querySelector('input, select'), id = `${control.id}-problem`;
+    const control = field.querySelector('select, input'), id = `${control.id}-problem`;
     control.setAttribute('aria-invalid', 'true');
     control.setAttribute('aria-describedby', id);
     field.append(make('p', {class: 'problem', id}, text));
+    if (byId('more').contains(field)) byId('more').open = true;
   });
   byId('problems').replaceChildren(...general.map(text => make('p', {}, text, ' ', suggestion(text))));
 }
@@ -234,6 +246,8 @@ for (const kind of ['dragover', 'dragleave', 'drop']) {
     if (kind === 'drop') takeFile(event.dataTransfer.files[0]);
   });
 }
+byId('skip').addEventListener('click', () => byId('answer').focus());
+byId('more').open = matchMedia('(min-width: 62em)').matches;
 byId('copy-link').addEventListener('click', () => copy(location.href, 'The link'));
 byId('copy-command').addEventListener('click', () => answer && copy(answer.asked.commands[0], 'The command'));
 document.addEventListener('click', async event => {

@@ -69,11 +69,11 @@ export function showTimeline(place, found) {
 export function showEmitted(place, emitted, commands, copy) {
   const url = URL.createObjectURL(new Blob([emitted.text], {type: 'text/plain'}));
   fill(place,
-    make('h3', {tabindex: '-1', id: 'emitted-title'}, `${emitted.name}, for ${emitted.emitted_for.program}`),
+    make('h3', {tabindex: '-1', id: 'emitted-title'}, emitted.emitted_for ? `${emitted.name}, for ${emitted.emitted_for.program}` : emitted.name),
     make('div', {class: 'actions'}, make('a', {class: 'main', href: url, download: emitted.name, id: 'download'}, `Download ${emitted.name}`),
       make('button', {type: 'button', onclick: () => copy(emitted.text, 'The file')}, 'Copy it'),
       make('button', {type: 'button', onclick: () => copy(commands.at(-1), 'The command')}, 'Copy the command that writes it')),
-    emitted.emitted_for.gaps.map(gap => make('p', {class: 'note'}, `What it cannot say: ${sentence(gap)}`)),
-    make('pre', {tabindex: '0', 'aria-label': `Text of ${emitted.name}`}, emitted.text));
+    (emitted.emitted_for?.gaps ?? []).map(gap => make('p', {class: 'note'}, `What it cannot say: ${sentence(gap)}`)),
+    make('pre', {tabindex: '0', 'aria-label': `Text of ${emitted.name}`}, emitted.diff ?? emitted.text));
   place.querySelector('#emitted-title').focus();
 }
