@@ -6,6 +6,7 @@ command" copies. A layout that is asked about is written as a config, as `--emit
 
 import argparse
 import json
+import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from dtlayout.web.question import FieldRefused, PageQuestion, find_fields, read_
 
 _LOCK = threading.Lock()
 """Lock of the one question that is answered at a time: two would not be faster, and stderr is the process's own."""
+_MODEL = "your-model"
+"""Name of the folder of a question's files, after which a config.json without a name is called."""
 _FORMATS = ("params", "compute", "reduce", "matmuls")
 """Keys of [precision] that another program can be told."""
 _EMITTED_NAMES = {"megatron": "train.sh", "automodel": "job.yaml", "nanotron": "job.yaml", "torchtitan": "job.toml"}
@@ -92,7 +95,9 @@ def ask(content: Any) -> dict[str, Any]:
         question = read_question(content)
         if question.ask not in _ANSWERS:
             raise FieldRefused("ask", f"{question.ask!r} is no question; use one of {', '.join(_ANSWERS)}")
-        with _LOCK, TemporaryDirectory(prefix="dtlayout-") as folder:
+        with _LOCK, TemporaryDirectory(prefix="dtlayout-") as parent:
+            folder = os.path.join(parent, _MODEL)
+            os.mkdir(folder)
             with confined(folder), redirect_stderr(notes):
                 try:
                     document = _ANSWERS[question.ask](_Desk(question, Path(folder)), commands)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from given_files import HF, SCRIPT
 
 from dtlayout.base.confined import confined
 from dtlayout.base.errors import InvalidConfig
@@ -21,19 +22,6 @@ from dtlayout.spec.cluster import known_gpus
 from dtlayout.web import origins
 
 LLAMA = {"model": "llama-7b", "gpu": "a100-80g-sxm", "gpus": 16, "seq_len": 2048, "global_batch": 128}
-HF = {
-    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "tie_word_embeddings": False,
-}  # fmt: skip
-SCRIPT = """#!/bin/bash
-torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 32 \\
-  --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048 \\
-  --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 128 --swiglu \\
-  --normalization RMSNorm --disable-bias-linear \\
-  --untie-embeddings-and-output-weights --position-embedding-type rope --bf16 --use-distributed-optimizer \\
-  --sequence-parallel --tokenizer-type NullTokenizer --vocab-size 32000 --train-iters 10 --mock-data
-"""
 
 
 def terminal(capsys, folder: Path, *arguments: str):

@@ -40,7 +40,7 @@ const split = text => text.split(/[,;](?![^[]*\])|\n/).map(each => each.trim()).
 // The question as the planner takes it (dtlayout/web/question.py).
 export function toQuestion(state, more = {}) {
   const {gpu, gpus, gpus_per_node, seq_len, global_batch, engine, max_memory, tokens} = state;
-  const question = {gpu, gpus, gpus_per_node, seq_len, global_batch, engine, max_memory, tokens, price: tokens ? state.price : '', model: state.model, why_not: state.why_not};
+  const question = {gpu, gpus, gpus_per_node, seq_len, global_batch, engine: engine === FIRST.engine ? '' : engine, max_memory, tokens, price: tokens ? state.price : '', model: state.model, why_not: state.why_not};
   question.fix = [...split(state.fix), ...(state.recompute ? [`recompute=${state.recompute}`] : [])];
   question.avoid = split(state.avoid);
   question.precision = state.precision && state.precision !== 'compute' ? [`matmuls=${state.precision}`] : [];
