@@ -6,7 +6,6 @@ file before it opens it (PEP 578), whoever opens it; the hook cannot be taken aw
 """
 
 import os
-import site
 import sys
 import sysconfig
 import threading
@@ -19,14 +18,11 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import shorten
 
-_OWN_FOLDERS = tuple({
-    str(Path(each).resolve())
-    for each in (
-        str(Path(__file__).parents[1]), site.getusersitepackages(), *site.getsitepackages(),
-        *(path for name, path in sysconfig.get_paths().items() if name.endswith("lib")),
-    )
-})  # fmt: skip
-"""Folders of this package, of Python's library and of installed packages, whose code is loaded when it is needed."""
+_LIBRARIES = [path for name, path in sysconfig.get_paths().items() if name.endswith("lib")]
+_LIBRARIES += [path for path in sys.path[1:] if os.path.isabs(path) and os.path.realpath(path) != os.path.realpath(".")]
+_OWN_FOLDERS = tuple({os.path.realpath(each) for each in (str(Path(__file__).parents[1]), *_LIBRARIES)})
+"""Folders of this package, of Python's library and of installed packages, whose code is loaded when it is needed; not
+the one in which somebody works, nor that of the script."""
 _STARTS_PROGRAMS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork", "socket.connect")
 """Audit events of a thread that starts a program or asks another host."""
 _confined = threading.local()

@@ -7,6 +7,7 @@ browser says who asks, this page. Nothing but the page's own files is sent, and 
 
 import json
 import secrets
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -118,7 +119,12 @@ class _PageRequest(BaseHTTPRequestHandler):
         except ValueError:
             self._refuse(HTTPStatus.BAD_REQUEST)
             return
-        document = json.dumps(self.server.ask(question), allow_nan=False).encode()
+        try:
+            document = json.dumps(self.server.ask(question), allow_nan=False).encode()
+        except Exception:  # a bug of the planner: the page says so, and other questions are still answered
+            traceback.print_exc()
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
         self._send(HTTPStatus.OK, "application/json", document)
 
     def _find_path(self) -> str | None:

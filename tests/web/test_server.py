@@ -184,6 +184,18 @@ def test_while_one_client_says_nothing_others_are_answered(server):
         assert send(server, "GET", "/the-token/")[0] == 200
 
 
+def test_a_bug_of_the_planner_ends_one_question_alone(capsys):
+    def fail(question):
+        return ask(question) if question.get("gpus") else {}["gpus"]
+
+    with PageServer(fail, token="the-token") as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        for body, status in ((b"{}", 500), (json.dumps(QUESTION).encode(), 200)):
+            assert send(served, "POST", "/the-token/ask", body, Content_Type="application/json")[0] == status
+        served.shutdown()
+    assert "KeyError: 'gpus'" in capsys.readouterr().err
+
+
 def test_it_listens_on_loopback_alone_and_every_start_has_its_own_token():
     with PageServer(ask) as one, PageServer(ask) as other:
         assert one.server_address[0] == other.server_address[0] == "127.0.0.1"

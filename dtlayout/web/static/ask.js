@@ -8,6 +8,7 @@ export async function ask(question, signal) {
     throw new Error('dtlayout web no longer answers: start it again, and open the address that it prints.');
   }
   if (answer.status === 413) return {ok: false, problems: ['the file is too large for a question'], fields: ['file']};
+  if (answer.status === 500) throw new Error('The planner failed, which is a bug: the terminal of dtlayout web shows where.');
   if (!answer.ok) throw new Error(`dtlayout web refuses this page (${answer.status}): open the address that it prints.`);
   return answer.json();
 }
