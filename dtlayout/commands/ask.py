@@ -41,7 +41,9 @@ from dtlayout.web.question import FieldRefused, PageQuestion, find_fields, read_
 _LOCK = threading.Lock()
 """Lock of the one question that is answered at a time: two would not be faster, and stderr is the process's own."""
 _MODEL = "your-model"
-"""Name of the folder of a question's files, after which a config.json without a name is called."""
+"""Name of the folder of a question's file, after which a config.json without a name is called."""
+_WRITTEN = ".written"
+"""Name of the folder in it for files that are written; no file of a question is called so."""
 _FORMATS = ("params", "compute", "reduce", "matmuls")
 """Keys of [precision] that another program can be told."""
 _EMITTED_NAMES = {"megatron": "train.sh", "automodel": "job.yaml", "nanotron": "job.yaml", "torchtitan": "job.toml"}
@@ -97,22 +99,27 @@ def ask(content: Any) -> dict[str, Any]:
             raise FieldRefused("ask", f"{question.ask!r} is no question; use one of {', '.join(_ANSWERS)}")
         with _LOCK, TemporaryDirectory(prefix="dtlayout-") as parent:
             folder = os.path.join(parent, _MODEL)
-            os.mkdir(folder)
+            os.makedirs(os.path.join(folder, _WRITTEN))
             with confined(folder), redirect_stderr(notes):
                 try:
                     document = _ANSWERS[question.ask](_Desk(question, Path(folder)), commands)
                 except DtlayoutError as error:
                     document = _refuse(error, question, folder)
             document["asked"] = {"commands": [shlex.join(each) for each in commands], "notes": _list_notes(notes)}
-            text = json.dumps(document).replace(json.dumps(f"{folder}/")[1:-1], "")
+            text = _hide(json.dumps(document), folder)
     except FieldRefused as error:
         return _refuse(error)
     said: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)  # JSON has no infinity
     return said
 
 
+def _hide(text: str, folder: str) -> str:
+    """A text in which the files of a question have their names alone."""
+    return text.replace(f"{folder}/{_WRITTEN}/", "").replace(f"{folder}/", "")
+
+
 def _refuse(error: DtlayoutError, question: PageQuestion | None = None, folder: str = "") -> dict[str, Any]:
-    problems = [line.replace(f"{folder}/", "") if folder else line for line in str(error).splitlines()]
+    problems = (_hide(str(error), folder) if folder else str(error)).splitlines()
     if isinstance(error, FieldRefused):
         return {"ok": False, "problems": problems, "fields": [error.name] * len(problems)}
     assert question is not None, "a question that cannot be read is refused by its field"
@@ -153,13 +160,11 @@ def _scale(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
 def _emit(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
     """The file for the program of the engine, of the best layout or of the one that is named."""
     (engine,) = desk.question.texts.get("engine", (OWN_ENGINE,))
-    path = desk.folder / "out" / _EMITTED_NAMES.get(engine, "best.toml")
-    path.parent.mkdir()
+    path = desk.folder / _WRITTEN / _EMITTED_NAMES.get(engine, "best.toml")
     arguments = desk.list_arguments("scale", "why_not")
     if desk.question.layout:
         arguments += ["--fix", desk.question.layout]
     document = _run("recommend", [*arguments, "--emit", str(path)], commands)
-    commands[0][-1] = path.name
     emitted = {**document["emitted_for"], "gaps": list(document["emitted_for"]["gaps"])}
     return {"ok": True, "name": path.name, "text": path.read_text(encoding="utf-8"), "emitted_for": emitted}
 
@@ -169,7 +174,7 @@ def _patch(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
     if desk.question.file is None:
         raise FieldRefused("file", "a file is missing, which the best layout is written into")
     name = desk.question.file.name
-    changed, diff = desk.folder / f"changed-{name}", desk.folder / f"{name}.patch"
+    changed, diff = (desk.folder / _WRITTEN / each for each in (f"changed-{name}", f"{name}.patch"))
     arguments = desk.list_arguments("scale", "why_not")
     document = _run("recommend", [*arguments, "--patch", str(changed)], commands)
     _run("recommend", [*arguments, "--patch", str(diff)], commands)
@@ -203,7 +208,7 @@ def _write_case(desk: _Desk, commands: list[list[str]]) -> list[str]:
         raise FieldRefused("layout", "layout is missing; name the one that is asked about")
     choices = parse_choices(desk.question.layout)
     found = estimate(space.scenario, *verdicts.parse_layout(space, choices))
-    path = desk.folder / "layout.toml"
+    path = desk.folder / _WRITTEN / "layout.toml"
     path.write_text(make_config(path, space.scenario, found, []), encoding="utf-8")
     commands.append(["dtlayout", "recommend", *arguments, "--fix", desk.question.layout, "--emit", path.name])
     return [str(path), *_name_machines(space.scenario)]

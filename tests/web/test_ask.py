@@ -169,6 +169,15 @@ def test_a_refusal_is_the_terminals_and_names_the_field_that_it_is_about(field, 
     assert said in problem and document["fields"] == [{"engine_set": "engine"}.get(field, field)]
 
 
+@pytest.mark.parametrize("name", ["out", "layout.toml", "best.toml", "written", "changed-train.sh", "x.patch"])
+def test_a_file_may_have_any_name(name):
+    question = {"file": {"name": name, "text": SCRIPT}, "gpu": "a100-80g-sxm"}
+    best = ask(question)["layouts"][0]["name"]
+    for each in ("emit", "patch", "explain"):
+        document = ask(question | {"ask": each, "layout": best})
+        assert document["ok"] and not any("/" in word for word in " ".join(document["asked"]["commands"]).split())
+
+
 def test_where_nothing_fits_no_field_is_to_blame():
     document = ask(LLAMA | {"gpus": "1"})
     assert document["problems"][0].startswith("no layout can train llama-7b here") and {*document["fields"]} == {""}
