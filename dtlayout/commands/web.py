@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import webbrowser
-from contextlib import suppress
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import show
@@ -22,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C; returns 0 then."""
+    """Serve the page until Ctrl-C."""
     if not 0 <= options.port < 1 << 16:
         raise InvalidConfig(f"--port={options.port} must lie from 0 to 65535")
     read_static()  # an installation without the page fails here
@@ -37,9 +36,8 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         if not options.no_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
-    return 0
+        server.serve_forever()
+    raise AssertionError("only an interrupt ends the server")
 
 
 def _has_screen() -> bool:
