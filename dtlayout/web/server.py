@@ -129,11 +129,10 @@ class _PageRequest(BaseHTTPRequestHandler):
 
     def _find_path(self) -> str | None:
         """The path below the token; None for a request of somebody else, which is refused."""
-        host, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
-        is_here = len(host) == 1 and host[0].rpartition(":")[0] in _HOSTS if ":" in "".join(host) else False
-        is_own = origin in (None, f"http://{host[0]}") if host else False
-        asked_by = self.headers.get("Sec-Fetch-Site", "none")
-        if not (is_here and is_own) or asked_by not in ("none", "same-origin"):
+        hosts = self.headers.get_all("Host", [])
+        is_here = len(hosts) == 1 and hosts[0].rpartition(":")[0] in _HOSTS
+        is_own = is_here and self.headers.get("Origin") in (None, f"http://{hosts[0]}")
+        if not is_own or self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             self._refuse(HTTPStatus.FORBIDDEN)
             return None
         token, slash, path = self.path.partition("?")[0].removeprefix("/").partition("/")

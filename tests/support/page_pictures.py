@@ -1,20 +1,17 @@
-"""The pictures of docs/guide/web.md: `python tests/support/page_pictures.py` takes them off the page in a browser."""
+"""The pictures of docs/guide/web.md, taken off the page in a browser: `make docs-web`."""
 
 import io
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
-from PIL import Image
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
-
 from devtools import driven_browser
+from PIL import Image
 
 from dtlayout.commands.ask import ask
 from dtlayout.web.server import PageServer
+
+ROOT = Path(__file__).parents[2]
 
 _MOST_BYTES = 60_000
 _COLOURS = 40

@@ -183,6 +183,10 @@ def test_a_training_file_is_judged(browser, server, tmp_path):
     browser.wait(f"{OPENED} && document.querySelector('.yours')")
     said = browser.run("document.querySelector('.yours').textContent")
     assert said.startswith("train.sh: dp8·tp2+sp mb1 zero1") and "slower than the best here" in said
+    assert browser.run("document.querySelector('#engine').selectedOptions[0].textContent") == "that of the file"
+    assert browser.run("document.querySelector('#gpus').placeholder") == "as in the file"
+    browser.run("document.querySelector('#clusters').scrollIntoView()")
+    browser.wait("document.querySelector('#clusters svg.chart')")
     browser.press(".yours button", "Get the changed file")
     browser.wait("document.querySelector('#download')")
     assert browser.run("document.querySelector('#download').download") == "changed-train.sh"

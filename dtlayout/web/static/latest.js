@@ -9,19 +9,17 @@ export class Latest {
     if (!this.running) this.run();
   }
 
-  forget() { this.next = null; this.number = (this.number ?? 0) + 1; }
-
   async run() {
     this.running = true;
     while (this.next) {
-      const question = this.next, number = this.number;
+      const question = this.next;
       this.next = null;
       this.began?.(question);
       try {
         const document = await this.ask(question);
-        if (!this.next && number === this.number) this.done(document, question);
+        if (!this.next) this.done(document, question);
       } catch (error) {
-        if (!this.next && number === this.number) this.failed(error);
+        if (!this.next) this.failed(error);
       }
     }
     this.running = false;

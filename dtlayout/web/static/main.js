@@ -201,7 +201,7 @@ async function copy(text, what) {
 function describeNodes() {
   const gpu = choices?.gpus.find(each => each.name === state.gpu), gpus = Number(state.gpus), node = Number(state.gpus_per_node || gpu?.gpus_per_node);
   byId('gpus_per_node').placeholder = gpu ? String(gpu.gpus_per_node) : '';
-  byId('nodes').textContent = gpus > 0 && node > 0 && Number.isInteger(gpus) ? `${plural(Math.ceil(gpus / node), 'node')} of ${plural(node, 'GPU')}` : '';
+  byId('nodes').textContent = gpus > node && node > 0 && Number.isInteger(gpus) ? `${plural(Math.ceil(gpus / node), 'node')} of ${plural(node, 'GPU')}` : '';
 }
 
 async function takeFile(file) {
@@ -210,17 +210,17 @@ async function takeFile(file) {
   state = {...readControls(state), file: {name: name.slice(0, 80), text: await file.slice(0, 1_000_000).text()}};
   const isModel = name.endsWith('.json');
   state.model = '';
-  if (!isModel) Object.assign(state, {gpus: '', gpus_per_node: '', seq_len: '', global_batch: '', fix: '', recompute: '', precision: 'compute'});
+  if (!isModel) Object.assign(state, {engine: '', gpus: '', gpus_per_node: '', seq_len: '', global_batch: '', fix: '', recompute: '', precision: 'compute'});
   writeControls(state);
   refresh();
 }
 
 function fillChoices() {
   const option = (value, text) => new Option(text, value);
-  byId('model').replaceChildren(option('', 'of the file below'), ...choices.models.map(each => option(each.name, `${each.name} (${billions(each.parameters)})`)));
+  byId('model').replaceChildren(option('', 'that of the file'), ...choices.models.map(each => option(each.name, `${each.name} (${billions(each.parameters)})`)));
   byId('gpu').replaceChildren(...choices.gpus.map(each => option(each.name, `${each.name} (${bytes(each.memory_bytes)})`)));
   const own = choices.engines.filter(each => each.is_own), written = choices.engines.filter(each => each.program), rest = choices.engines.filter(each => !each.is_own && !each.program);
-  byId('engine').replaceChildren(...own.map(each => option(each.name, `${each.name}, our own trainer`)), ...written.map(each => option(each.name, each.program)), ...rest.map(each => option(each.name, `${each.name} (predicted alone)`)));
+  byId('engine').replaceChildren(option('', 'that of the file'), ...own.map(each => option(each.name, `${each.name}, our own trainer`)), ...written.map(each => option(each.name, each.program)), ...rest.map(each => option(each.name, `${each.name} (predicted alone)`)));
   byId('precision').replaceChildren(...choices.matmuls.map(each => option(each, each === 'compute' ? 'bfloat16' : each)));
   byId('recompute').replaceChildren(option('', 'whatever is best'), ...['none', 'selective', 'full', 'every-2', 'every-4'].map(each => option(each, each)));
 }
@@ -235,7 +235,7 @@ byId('question').addEventListener('submit', event => event.preventDefault());
 byId('file').addEventListener('change', event => { takeFile(event.target.files[0]); event.target.value = ''; });
 byId('given').querySelector('button').addEventListener('click', () => {
   state = {...readControls(state), file: null};
-  for (const name of ['model', 'gpus', 'seq_len', 'global_batch']) state[name] ||= FIRST[name];
+  for (const name of ['model', 'engine', 'gpus', 'seq_len', 'global_batch']) state[name] ||= FIRST[name];
   writeControls(state);
   refresh();
 });

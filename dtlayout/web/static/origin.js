@@ -17,7 +17,7 @@ export function showOrigin(dialog, document, key, text) {
       make('thead', {}, make('tr', {}, ['constant', 'value', 'unit', 'source', 'meaning'].map((name, i) => make('th', {class: i === 1 ? null : 't'}, name)))),
       make('tbody', {}, rows))),
     make('p', {class: 'note'}, `Program ${document.engine}: ${document.engine_source}.`),
-    make('p', {class: 'note'}, `Symbols: ${document.symbols}.`),
+    key.includes('.') && make('p', {class: 'note'}, `Symbols: ${document.symbols}.`),
     make('p', {class: 'note'}, `Derived in ${found.page}.`),
     make('div', {class: 'actions'}, make('button', {type: 'button', class: 'main', autofocus: true, onclick: () => dialog.close()}, 'Close')));
   dialog.showModal();

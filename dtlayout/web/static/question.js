@@ -21,13 +21,15 @@ export function writeControls(state) {
   moveSliders();
   control('given').hidden = !state.file;
   control('given').firstElementChild.textContent = state.file ? state.file.name : '';
+  for (const name of ['gpus', 'seq_len', 'global_batch']) control(name).placeholder = state.file && !state[name] ? 'as in the file' : '';
 }
 
 // A slider stands where its number is, and moves it: on a log scale by powers of two.
 export function moveSliders() {
   for (const slider of document.querySelectorAll('input[data-of]')) {
     const value = Number(control(slider.dataset.of).value);
-    slider.value = value > 0 ? (slider.dataset.scale === 'log' ? Math.log2(value) : value) : slider.max;
+    const isLog = slider.dataset.scale === 'log';
+    slider.value = value > 0 ? (isLog ? Math.log2(value) : value) : isLog ? slider.min : slider.max;
     slider.setAttribute('aria-valuetext', control(slider.dataset.of).value || 'by default');
   }
 }
