@@ -290,6 +290,26 @@ def test_every_number_says_where_it_comes_from_by_keyboard_too(browser, server):
     assert browser.run("document.activeElement.dataset.origin") == "step_time_s"
 
 
+def test_what_is_pressed_keeps_the_focus_near_though_the_answer_is_drawn_again(browser, server):
+    open_page(browser, server, SMALL)
+    browser.run("document.querySelector('.card:nth-child(2) button').focus()")
+    browser.press(".card:nth-child(2) button", "Open")
+    browser.wait("document.activeElement.textContent.startsWith('Opened: ')")
+    browser.type("#why_not", "tp=4")
+    browser.run("document.querySelector('#ask-why-not').focus(); document.querySelector('#ask-why-not').click()")
+    browser.wait(f"{ANSWERED} && document.querySelector('#why-not-answer')")
+    assert browser.run("document.activeElement.id") == "ask-why-not"
+
+
+def test_beside_an_answer_that_is_old_its_own_question_is_asked(browser, server):
+    open_page(browser, server, SMALL)
+    browser.type("#gpus", "abc")
+    browser.wait("document.querySelector('form .problem')")
+    browser.press(".card button", "Get its file")
+    browser.wait("document.querySelector('#emitted pre')")
+    assert browser.run("document.querySelector('#emitted pre').textContent") == ask(SMALL | {"ask": "emit"})["text"]
+
+
 def test_sliders_ask_too_and_clusters_come_when_they_are_in_sight(browser, server):
     open_page(browser, server, SMALL)
     browser.run("(s => { s.value = 8; s.dispatchEvent(new Event('input', {bubbles: true})); })"

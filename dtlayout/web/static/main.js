@@ -12,7 +12,7 @@ import {showOrigin} from './origin.js';
 
 const byId = id => document.getElementById(id);
 const WAIT_MS = 180;  // after the last key
-let state = {...FIRST}, answer = null, choices = null, round = 0, timer = 0, origins = null, scaleWanted = false;
+let state = {...FIRST}, answer = null, answered = null, choices = null, round = 0, timer = 0, origins = null, scaleWanted = false;
 
 const latest = new Latest(({began, ...question}) => ask(question), {
   began: () => { age(true); byId('status').textContent = 'Searching…'; },
@@ -34,7 +34,7 @@ function refresh(wait = 0) {
   }, wait);
 }
 
-function showAnswer(document, {began}) {
+function showAnswer(document, {began, ...question}) {
   if (!document.ok) {
     byId('status').textContent = answer ? 'Refused; below is still the answer before.' : 'Refused.';
     byId('found').setAttribute('aria-busy', 'false');
@@ -43,6 +43,7 @@ function showAnswer(document, {began}) {
   }
   showProblems([], []);
   answer = document;
+  answered = question;
   origins = null;
   const names = document.layouts.map(each => each.name);
   if (!names.includes(state.layout)) state.layout = '';
@@ -63,19 +64,22 @@ function age(isOld) {
 }
 
 function draw() {
-  const opened = state.layout || answer.layouts[0].name;
+  const opened = nameOpened(), focused = document.activeElement?.id;
   showBest(byId('best'), answer, {opened, open, emit, patch});
   showOthers(byId('others'), answer, state, {whyNot, compare});
   showBasis(byId('basis'), answer);
+  if (focused && document.activeElement === document.body) byId(focused)?.focus({preventScroll: true});
   if (state.other) compare(state.other, false);
 }
 
-// Asks beside the answer; what comes after a newer question was put is dropped.
-async function askBeside(more, show) {
+const nameOpened = () => state.layout || answer.layouts[0].name;
+
+// Asks beside the answer that is shown; what comes after a newer question was put, or something else was asked, is dropped.
+async function askBeside(more, show, isWanted = () => true) {
   const own = round;
   try {
-    const document = await ask(toQuestion(state, more));
-    if (own === round) show(document);
+    const document = await ask({...answered, why_not: '', ...more});
+    if (own === round && isWanted()) show(document);
   } catch (error) {
     if (own === round) showProblems([error.message], ['']);
   }
@@ -89,18 +93,17 @@ function open(name) {
 }
 
 async function openLayout(isAsked = false) {
-  const name = state.layout || answer.layouts[0].name, own = round, place = byId('opened');
-  await askBeside({ask: 'explain', layout: name, why_not: ''}, document => {
+  const name = nameOpened(), own = round, place = byId('opened'), isWanted = () => name === nameOpened();
+  await askBeside({ask: 'explain', layout: name}, document => {
     if (!document.ok) {
       place.replaceChildren(make('h2', {}, `Opened: ${name}`), make('ul', {class: 'note'}, document.problems.map(each => make('li', {}, each))));
       return;
     }
     showOpened(place, name, document, {emit, tryIt});
-    if (isAsked) place.scrollIntoView({block: 'start'});
-  });
-  const layout = answer.layouts.find(each => each.name === name);
-  if (own === round && layout.layout.pp > 1) {
-    await askBeside({ask: 'timeline', layout: name, why_not: ''}, document => showTimeline(place, document));
+    if (isAsked) place.querySelector('h2').focus();
+  }, isWanted);
+  if (own === round && answer.layouts.find(each => each.name === name).layout.pp > 1) {
+    await askBeside({ask: 'timeline', layout: name}, document => showTimeline(place, document), isWanted);
   }
 }
 
@@ -109,7 +112,7 @@ const patch = () => write({ask: 'patch'});
 
 // Shows a file that was written, to be downloaded or copied.
 function write(more) {
-  askBeside({...more, why_not: ''}, document => {
+  askBeside(more, document => {
     if (!document.ok) {
       showProblems(document.problems, document.fields);
       return;
@@ -141,9 +144,10 @@ function whyNot(text) {
 }
 
 function compare(other, isAsked = true) {
-  const name = state.layout || answer.layouts[0].name;
+  const name = nameOpened();
   state.other = other;
-  askBeside({ask: 'compare', layout: name, other, why_not: ''}, document => showCompared(byId('compared'), document, [name, other]));
+  askBeside({ask: 'compare', layout: name, other}, document => showCompared(byId('compared'), document, [name, other], isAsked),
+    () => state.other === other && name === nameOpened());
   if (isAsked) keepLink();
 }
 
@@ -155,7 +159,7 @@ function askScale() {
   const sizes = chooseSizes(answer.scenario.num_gpus), place = byId('clusters');
   if (!sizes.length) return;
   place.setAttribute('aria-busy', 'true');
-  askBeside({ask: 'scale', scale: sizes.join(','), gpus: '', why_not: ''}, document => {
+  askBeside({ask: 'scale', scale: sizes.join(','), gpus: ''}, document => {
     place.setAttribute('aria-busy', 'false');
     showClusters(place, document, answer);
   });
@@ -255,7 +259,7 @@ document.addEventListener('click', async event => {
   if (!pressed) return;
   const show = () => showOrigin(byId('origin'), origins, pressed.dataset.origin, pressed.textContent);
   if (origins) show();
-  else await askBeside({ask: 'origins', why_not: ''}, document => { if (document.ok) { origins = document; show(); } });
+  else await askBeside({ask: 'origins'}, document => { if (document.ok) { origins = document; show(); } });
 });
 new IntersectionObserver(entries => {
   scaleWanted = entries.some(each => each.isIntersecting);

@@ -11,7 +11,7 @@ export function showOpened(place, name, found, {emit, tryIt}) {
   const whole = Math.max(capacity, ...ranks.map(([, total]) => total));
   const shown = ranks.length > MOST_RANKS ? ranks.map((each, i) => [i, ...each]).filter(([i]) => i < MOST_RANKS / 2 || i >= ranks.length - MOST_RANKS / 2) : ranks.map((each, i) => [i, ...each]);
   fill(place,
-    make('h2', {}, `Opened: ${name}`),
+    make('h2', {tabindex: '-1'}, `Opened: ${name}`),
     make('div', {class: 'actions'}, make('button', {type: 'button', class: 'main', onclick: () => emit(name)}, 'Get its file'),
       make('span', {class: 'note', id: 'bound'}, describeLimit(found))),
     make('div', {id: 'emitted'}),

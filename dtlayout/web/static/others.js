@@ -14,7 +14,7 @@ export function showOthers(place, answer, state, {whyNot, compare}) {
     make('h2', {}, 'Why not another one?'),
     make('form', {class: 'ask-line', 'aria-label': 'Why not', onsubmit: event => { event.preventDefault(); whyNot(field.value.trim()); }},
       make('div', {class: 'field', 'data-field': 'why_not'}, make('label', {for: 'why_not'}, 'Why not a layout with'), field),
-      make('div', {class: 'actions'}, make('button', {type: 'submit'}, 'Ask'), state.why_not && make('button', {type: 'button', onclick: () => whyNot('')}, 'Clear'))),
+      make('div', {class: 'actions'}, make('button', {type: 'submit', id: 'ask-why-not'}, 'Ask'), state.why_not && make('button', {type: 'button', onclick: () => whyNot('')}, 'Clear'))),
     why_not && describeWhyNot(why_not, compare),
     possible.length > 0 && [make('p', {class: 'note'}, 'A step of the best layout that has one other choice, as long as the bar; the mark is the best.'),
       bars(possible.map(each => [make('button', {type: 'button', class: 'plain', 'aria-label': `Compare with ${each.change}`, onclick: () => compare(each.name)}, each.change), {step: each.step_time_s}, `×${(best.step_time_s / each.step_time_s).toFixed(2)}, ${seconds(each.step_time_s)}`]), longest, {mark: best.step_time_s, say: seconds}),
@@ -42,7 +42,7 @@ function chooser(answer, compare) {
     make('div', {class: 'actions'}, make('button', {type: 'button', onclick: () => compare(select.value)}, 'Compare')));
 }
 
-export function showCompared(place, document, names) {
+export function showCompared(place, document, names, isAsked) {
   if (!document.ok) {
     fill(place, make('ul', {class: 'problem'}, document.problems.map(each => make('li', {}, each))));
     return;
@@ -58,7 +58,7 @@ export function showCompared(place, document, names) {
       make('div', {}, legend(Object.keys(memories[0]), each => memories.some(own => own[each] > 0)),
         bars(memories.map((own, i) => [String(i + 1), own, bytes(sides[i].peak_memory_bytes)]), fullest, {mark: sides[0].capacity_bytes, say: bytes}), difference('fullest rank', memories, bytes))),
     make('p', {}, conclude(sides)));
-  place.querySelector('#compared-title').focus();
+  if (isAsked) place.querySelector('#compared-title').focus();
 }
 
 const total = parts => Object.values(parts).reduce((a, b) => a + b, 0);
