@@ -11,8 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+torch.manual_seed(0)
 folder = Path(tempfile.mkdtemp())
 sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes)).save_pretrained(folder / "base")
