@@ -8,6 +8,10 @@ import os
 from importlib import import_module
 from typing import Any
 
+from dtlayout.base.version import VERSION
+
+__version__ = VERSION
+
 # Torch 2.15 asks for it when it is imported: its new "nccl" puts all messages of a pipeline rank on one stream.
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
