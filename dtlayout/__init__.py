@@ -16,6 +16,9 @@ __version__ = VERSION
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 _PUBLIC = {
+    "api.pieces": ["pipeline", "train_step"], "ops.adapters": ["add_adapters"], "spec.adapter": ["Adapter"],
+    "api.answers": ["DryRunRanks", "ExplainedLayout", "PredictedLayout", "RecommendedLayouts"],
+    "api.questions": ["dry_run", "explain", "predict", "recommend"],
     "spec.batch": ["Batch"], "spec.kernels": ["Kernels"], "spec.layout": ["Layout"],
     "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
     "spec.optimizers": ["Optimizer", "RoleOptimizer", "register_optimizer"], "models.presets": ["find_preset"],
@@ -29,6 +32,7 @@ _PUBLIC = {
     "pipelining.schedule": ["make_schedule"], "schedules.schedules": ["PipelineSchedule", "register_schedule"],
     "schedules.schedule_file": ["write_schedule"], "pipelining.partition": ["layer_costs", "partition"],
     "models.llama": ["Llama"], "mesh.build": ["build_mesh"], "plans.apply": ["apply_plan"],
+    "plans.context": ["apply_context"],
     "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
     "spec.trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],

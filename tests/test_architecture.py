@@ -17,7 +17,7 @@ ROOT = Path(dtlayout.__file__).parent
 FOLDERS = [  # bottom to top; a module imports from its own folder and from those before it (architecture.md)
     "base", "schedules", "spec", "ops", "models", "tracing", "measure", "mesh", "plans", "pipelining", "costmodel",
     "records", "config", "planner", "programs", "validation", "data", "checkpoint", "training", "dryrun", "sweep",
-    "report", "calibrate", "commands",
+    "report", "calibrate", "commands", "api",
 ]  # fmt: skip
 TOP = len(FOLDERS)
 """The place of `__main__`, `cli` and `launch`, which lie in no folder."""
@@ -28,7 +28,8 @@ WITH_TORCH = [  # modules or folders that may import torch; all others plan, pre
     "plans.disk", "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap",
     "plans.quantize", "plans.scale", "plans.styles",
     "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
-    "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "__main__", "cli", "launch",
+    "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "api.pieces",
+    "__main__", "cli", "launch",
 ]  # fmt: skip
 
 STRANGERS = {  # package: what it never sees

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options)
+    check(options)
     fixed = read_fixed(options.fix)
     avoided = read_avoided(options.avoid, fixed)
     like = _read_like(options)
@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace) -> int:
         space = make_space()
     if idle := find_idle(space):
         raise InvalidConfig(idle)
-    document = _search(space, options, like)
+    document = search_space(space, options, like)
     if options.page:
         from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
 
@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace) -> int:
     return show(options, document, describe)
 
 
-def _search(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:
+def search_space(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:
     """The document of a search, whose best layout is written where that is asked; InvalidLayout if it finds none."""
     search, margin = find_fitting(space, options.max_memory)
     result = search.run_kinds(options.top)
@@ -201,7 +201,8 @@ def _explain_nothing(search: Search, result: SearchResult) -> list[str]:
     return problems
 
 
-def _check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
+    """InvalidConfig with all options that are missing, contradict each other or cannot be."""
     problems = [] if options.top >= 1 else [f"--top={options.top} must be at least 1"]
     needed = {"--model": options.model, "--seq-len": options.seq_len, "--global-batch": options.global_batch}
     missing = [name for name, value in needed.items() if value is None]

@@ -22,10 +22,11 @@ def write_page(path: Path, document: JsonDocument) -> None:
     """Write the page of one search's document; DtlayoutError if it cannot be written."""
     scenario = document["scenario"]
     title = f"{scenario['model']['name']} on {scenario['num_gpus']:,} x {scenario['gpu']}"
-    html.write_page(path, title, _parts(document))
+    html.write_page(path, title, [*list_parts(document), *_list_numbers(document)])
 
 
-def _parts(document: JsonDocument) -> Iterator[str]:
+def list_parts(document: JsonDocument) -> Iterator[str]:
+    """HTML of one search's document but its long tables, each part whole by itself."""
     scenario, layouts = document["scenario"], document["layouts"]
     yield html.paragraph(_describe_best(scenario, layouts[0]), "lead")
     yield html.paragraph(describe_scenario(scenario), "note")
@@ -39,6 +40,11 @@ def _parts(document: JsonDocument) -> Iterator[str]:
     yield html.heading("Other choices than those of the best")
     yield from _compare_choices(document["against"], layouts[0]["step_time_s"])
     yield from _answer_questions(document)
+
+
+def _list_numbers(document: JsonDocument) -> Iterator[str]:
+    """A table of the best layouts, and how many of all were left out, and why."""
+    scenario, layouts = document["scenario"], document["layouts"]
     yield html.heading("The best layouts in numbers")
     yield html.sorted_table(_list_layouts(scenario, layouts), "layouts", "place", "ascending")
     searched = document["searched"]

@@ -7,6 +7,7 @@ than a phone stands in an element that does.
 import html
 import io
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from itertools import zip_longest
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks for a display
+if "ipykernel" not in sys.modules:  # a notebook shows pictures itself
+    matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks for a display
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -44,6 +46,19 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
         f"<body><h1>{name}</h1>{''.join(parts)}<script>{script}</script></body></html>\n"
     )
     write(path, page, "page")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, which no window and no other figure knows."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def fragment(title: str, parts: Iterable[str]) -> str:
+    """HTML parts as a piece of another page, such as a notebook's, on which their style has no effect elsewhere."""
+    style = files("dtlayout.report").joinpath("page.css").read_text("utf-8")
+    style = re.sub(r"^( *)(?::root|body)(?= \{)", r"\1&", style, flags=re.MULTILINE)
+    inside = f'<section role="region" aria-label="{html.escape(title)}">{subheading(title)}{"".join(parts)}</section>'
+    return f'<div class="dtlayout"><style>.dtlayout {{\n{style}}}</style>{inside}</div>'
 
 
 def escape(text: str) -> Markup:
