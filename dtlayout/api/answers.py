@@ -206,13 +206,17 @@ class PredictedLayout(Answer):
 
         yield from (html.paragraph(f"{sentence[0].upper()}{sentence[1:]}.") for sentence in self._sentences())
         if times := self.time_s:
-            yield draw_bars([Bar("step", list(times.values()), f"{self.step_time_s:.3f} s")], list(times))
+            yield draw_bars(
+                [Bar("step", list(times.values()), f"{self.step_time_s:.3f} s")], list(times), name="parts of a step"
+            )
         capacity = self.estimate.capacity_bytes
         bars = [
             Bar(f"rank {i}", list(rank.values()), format_bytes(sum(rank.values()), 1), capacity)
             for i, rank in enumerate(self.memory_bytes)
         ]
-        yield draw_bars(bars, list(self.memory_bytes[0]), f"capacity, {format_bytes(capacity, 1)}")
+        yield draw_bars(
+            bars, list(self.memory_bytes[0]), f"capacity, {format_bytes(capacity, 1)}", name="memory of each rank"
+        )
 
     def _bars(self) -> list[_Panel]:
         return [*_panels([("step", self.estimate)]), _memory_panel(self.estimate)][-1 - self.estimate.knows_time :]

@@ -64,7 +64,7 @@ def _draw_peaks(document: JsonDocument) -> str:
         )
         for rank in ranks
     ]
-    return draw_bars(bars, list(PARTS.values()), "predicted")
+    return draw_bars(bars, list(PARTS.values()), "predicted", name="memory of each rank at its peak")
 
 
 def _space_out(places: Iterable[int], least: float) -> list[int]:

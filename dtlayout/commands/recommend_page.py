@@ -83,7 +83,7 @@ def _draw_steps(layouts: Sequence[JsonDocument]) -> str:
         )
         for place, each in enumerate(layouts, 1)
     ]
-    return draw_bars(bars, list(layouts[0]["time"]))
+    return draw_bars(bars, list(layouts[0]["time"]), name="parts of a step of each layout")
 
 
 def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
@@ -94,7 +94,7 @@ def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
         Bar(f"{place}  {each['name']}", list(rank.values()), format_bytes(each["peak_bytes"], 1), capacity)
         for place, (each, rank) in enumerate(zip(layouts, fullest, strict=True), 1)
     ]
-    return draw_bars(bars, list(fullest[0]), f"capacity, {format_bytes(capacity, 1)}")
+    return draw_bars(bars, list(fullest[0]), f"capacity, {format_bytes(capacity, 1)}", name="memory of each layout")
 
 
 def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator
             Ratio(each["change"], ratio, ratio, ratio, f"×{ratio:.2f}")
             for each in possible
             for ratio in [best_s / each["step_time_s"]]
-        ])  # fmt: skip
+        ], name="speed of other choices")  # fmt: skip
         yield html.bullets(f"{each['change']}, as {each['name']}: {each['problems'][0]}." for each in possible)
     if impossible := [each for each in against if each not in possible]:
         sentences = (f"{each['change']}: {each['outcome']}, {each['problems'][0]}." for each in impossible)

@@ -140,19 +140,28 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]], heads: Sequence[s
     return f"<table{attributes}><thead><tr>{''.join(heads)}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def picture(figure: Figure, name: str) -> str:
+def picture(figure: Figure, name: str, narrow: Figure | None = None) -> str:
     """A figure as SVG with words that can be selected, which is closed; `name` is what it is read out as.
 
-    Greys become mixtures of the page's ink and paper, ACCENT and MARK its own, so that all follow light and dark.
+    Greys become mixtures of the page's ink and paper, ACCENT and MARK its own, so that all follow light and dark. Where
+    a page is narrow `narrow` stands in its place, whole; without one the figure scrolls sideways.
     """
+    if narrow is None:
+        return wide(_to_svg(figure, name), name)
+    desk, phone = wide(_to_svg(figure, name), name), _to_svg(narrow, name)
+    return f'<div class="desk">{desk}</div><div class="phone">{phone}</div>'
+
+
+def _to_svg(figure: Figure, name: str) -> str:
     text = io.StringIO()
     with plt.rc_context({"svg.fonttype": "none"}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     plt.close(figure)
-    _, tag, drawing = text.getvalue().partition("<svg")  # what is before belongs to a file of its own
-    drawing = (tag + drawing).replace(ACCENT, "var(--accent)").replace(MARK, "var(--mark)")
-    return wide(re.sub(r"#([0-9a-f]{2})\1\1\b", _mix, drawing), name)
+    _, _, drawing = text.getvalue().partition("<svg")  # what is before belongs to a file of its own
+    drawing = f'<svg role="img" aria-label="{html.escape(name)}"' + drawing
+    drawing = drawing.replace(ACCENT, "var(--accent)").replace(MARK, "var(--mark)")
+    return re.sub(r"#([0-9a-f]{2})\1\1\b", _mix, drawing)
 
 
 def _mix(grey: re.Match[str]) -> str:
