@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-all test-torch check format bench docs-config docs-cli docs-choosing docs-web site clean
+.PHONY: train sweep test test-all test-torch check format bench docs-config docs-cli docs-api docs-choosing docs-web site clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -46,6 +46,10 @@ docs-config: .venv/.installed
 # The arguments of every command, off their parsers.
 docs-cli: .venv/.installed
 	PYTHONPATH=. $(BIN)/python tests/support/cli_page.py > docs/reference/cli.md
+
+# The public names of the package, their signatures and docstrings, and the stub that type checkers read.
+docs-api: .venv/.installed
+	PYTHONPATH=. $(BIN)/python tests/support/api_page.py
 
 # What README, docs/start/choosing.md and docs/guide/long-context.md show of each of their commands.
 docs-choosing: .venv/.installed-test

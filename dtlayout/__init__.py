@@ -8,10 +8,17 @@ import os
 from importlib import import_module
 from typing import Any
 
+from dtlayout.base.version import VERSION
+
+__version__ = VERSION
+
 # Torch 2.15 asks for it when it is imported: its new "nccl" puts all messages of a pipeline rank on one stream.
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 _PUBLIC = {
+    "api.pieces": ["pipeline", "train_step"], "ops.adapters": ["add_adapters"], "spec.adapter": ["Adapter"],
+    "api.answers": ["DryRunRanks", "ExplainedLayout", "PredictedLayout", "RecommendedLayouts"],
+    "api.questions": ["dry_run", "explain", "predict", "recommend"],
     "spec.batch": ["Batch"], "spec.kernels": ["Kernels"], "spec.layout": ["Layout"],
     "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
     "spec.optimizers": ["Optimizer", "RoleOptimizer", "register_optimizer"], "models.presets": ["find_preset"],
@@ -25,6 +32,7 @@ _PUBLIC = {
     "pipelining.schedule": ["make_schedule"], "schedules.schedules": ["PipelineSchedule", "register_schedule"],
     "schedules.schedule_file": ["write_schedule"], "pipelining.partition": ["layer_costs", "partition"],
     "models.llama": ["Llama"], "mesh.build": ["build_mesh"], "plans.apply": ["apply_plan"],
+    "plans.context": ["apply_context"],
     "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
     "spec.trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],

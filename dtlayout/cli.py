@@ -18,44 +18,8 @@ from dtlayout.base.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, Dtla
 from dtlayout.base.formatting import find_version
 from dtlayout.base.terminal import Unwritten, finish_answer, guarded
 from dtlayout.base.toml import describe_unknown_key
-
-STAGES = {
-    "What do I have?": {
-        "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
-    },
-    "Which layout?": {
-        "recommend": "Find the fastest layouts of a model that fit on a cluster, with what stands against the others.",
-        "web": "Open the planner as a page of this machine, which answers while one types.",
-        "read": "Show how another program's script or config is understood, and write it as a config of ours.",
-        "explain": "Show a layout's memory and time by component, what binds it and what would help.",
-        "timeline": "Draw when each pipeline rank is predicted to do what, and where it waits.",
-        "compare": "Show layouts side by side, and where their time and their memory differ.",
-    },
-    "Does it fit?": {
-        "check": "Say whether a config can train on so many ranks, and what it would do and need.",
-        "dryrun": "Build and step the trainer as ranks of a cluster that is not there: what they hold and send.",
-        "trace": "Read what a model computes off its own code, for any decoder that transformers builds.",
-    },
-    "Train": {
-        "config": "Show every key of a config, with its type, its default and what it means.",
-        "prepare": "Tokenize the data of a config once, as training would.",
-        "plot": "Draw loss, validation, speed and memory of runs as one page and as PNG files.",
-        "data": "Show a training sample as text with its targets marked, or those of a step whose loss was not finite.",
-        "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
-        "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
-        "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",
-    },
-    "Measure": {
-        "sweep": "Run many configs for real, and keep how each of them ended.",
-    },
-    "Learn": {
-        "report": "Say what measured layouts teach about each choice, with plots.",
-        "validate": "Score predictions against tables of measured runs, and fit the constants to them.",
-        "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",
-    },
-}
-"""Question → commands that answer it, with a sentence each; questions are in the order of the work."""
-COMMANDS = {name: text for commands in STAGES.values() for name, text in commands.items()}
+from dtlayout.base.version import VERSION
+from dtlayout.commands.overview import COMMANDS, STAGES
 
 
 def list_stages() -> list[str]:
@@ -64,7 +28,6 @@ def list_stages() -> list[str]:
     lines = ["Parallel layouts for training Llama and Qwen, in the order of the work:"]
     for stage, commands in STAGES.items():
         lines += ["", stage, *(f"  {name:<{width}}  {text}" for name, text in commands.items())]
-        lines += ["  torchrun train.py CONFIG.toml trains."] * (stage == "Train")
     start = import_module("dtlayout.commands.recommend").EXAMPLE
     return [*lines, "", f"Start with: {start}", "dtlayout COMMAND --help has an example of each."]
 
@@ -159,7 +122,7 @@ def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:
     overview = _Parser(prog="dtlayout", description="Parallel layouts for Llama training.")
     overview.is_json = is_json
     torch = find_version("torch", otherwise="not installed")
-    versions = f"dtlayout {find_version('dtlayout')}, torch {torch}"
+    versions = f"dtlayout {VERSION}, torch {torch}"
     overview.add_argument("--version", action="version", version=versions, help="that of dtlayout and of torch")
     commands = overview.add_subparsers(required=True, metavar="COMMAND")
     for each, text in COMMANDS.items():

@@ -38,7 +38,10 @@ _LAUNCHERS = (  # how many processes it started, which of them this one is
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH's and Intel's
 )
-USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=value ...]"
+USAGE = (
+    "usage: dtlayout train CONFIG.toml --ranks N [--section.key=value ...], or on each of several nodes "
+    "torchrun ... -m dtlayout.launch CONFIG.toml [--section.key=value ...]"
+)
 
 
 def main(arguments: Sequence[str]) -> int:

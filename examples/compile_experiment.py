@@ -1,18 +1,14 @@
-"""Speed of a layout with kernels.compile = none, blocks, loss and model, each trained for some steps.
+"""Graphs, graph breaks and times of layouts with kernels.compile = none, blocks, loss and model, on 2 CPU ranks.
 
 torchrun --nproc-per-node 2 examples/compile_experiment.py
 
-Without torchrun it is a world of one rank, and on CUDA it asks for more than a debug model:
-
-python examples/compile_experiment.py --model llama3.2-1b --seq-len 4096 --global-batch 8 micro_batch=2
+Layouts, as they are printed or as choices, and fullgraph or a mode may follow: … tp2 "dp2 mb1" max-autotune fullgraph
 """
 
-import argparse
-import gc
-import os
+import itertools
 import statistics
+import sys
 import time
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -21,76 +17,42 @@ from torch._dynamo.utils import counters
 
 import dtlayout as dl
 from dtlayout.mesh.axes import dp_rank
-from dtlayout.spec.kernels import Compile
+from dtlayout.spec.kernels import Compile, CompileMode
 from dtlayout.spec.layout import OpenLayout
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import open_device
-from dtlayout.training.rendezvous import join_ranks
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model", default="debug", help="a preset")
-parser.add_argument("--seq-len", type=int, default=32)
-parser.add_argument("--global-batch", type=int, default=2)
-parser.add_argument("--steps", type=int, default=4, help="at least 2; the first one compiles")
-parser.add_argument("layout", nargs="*", metavar="NAME=VALUE", help="a field of Layout, e.g. tp=2")
-options = parser.parse_args()
-
-choices = dict(choice.split("=", 1) for choice in options.layout)
-fields: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in choices.items()}
-opened = OpenLayout(**fields)
-model, batch = dl.find_preset(options.model), dl.Batch(global_batch=options.global_batch, seq_len=options.seq_len)
-layout = opened.resolve(int(os.environ.get("WORLD_SIZE", "1")))
-layout.check(model, batch)
-has_enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-device = open_device("cuda" if has_enough else "cpu", None)
-join_ranks(device, timeout_s=600)
-say = partial(print, flush=True) if dist.get_rank() == 0 else lambda *_: None
-
-torch.manual_seed(0)  # the same tokens on every rank, of which each data-parallel one takes its share
+modes = [each for each in sys.argv if each in get_args(CompileMode)] or ["default"]
+options: dict[str, Any] = {"compile_mode": modes[0], "compile_fullgraph": "fullgraph" in sys.argv}
+names = [each for each in sys.argv[1:] if each not in (*modes, "fullgraph")] or ["dp2", "tp2"]
+model, batch, precision = dl.find_preset("debug"), dl.Batch(global_batch=2, seq_len=32), dl.Precision(compute="float32")
+torch.manual_seed(0)
 tokens = torch.randint(model.vocab_size, (batch.global_batch, batch.seq_len + 1))
-tokens = tokens.chunk(layout.dp)[dp_rank(dist.get_rank(), layout)].to(device.type)
 
 
-def synchronize() -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def measure(choice: Compile) -> tuple[float, str]:
-    """The loss before any update, and a row of the table."""
+def measure(layout: dl.Layout, choice: Compile) -> list[str]:
+    """Loss before any update, seconds of the first step and of later ones, graphs, graph breaks and a reason."""
     torch.compiler.reset()
     counters.clear()
-    kernels, precision = dl.Kernels(compile=choice), dl.Precision()
-    built = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device.type)
-    optimizer = torch.optim.AdamW([p for module in built.modules for p in module.parameters()], lr=1e-4, fused=True)
+    kernels = dl.Kernels(compile=choice, **options if choice != "none" else {})
+    built = assemble(model, batch, layout, kernels, precision, seed=0, device_type="cpu")
+    optimizer = torch.optim.AdamW(built.runtime.parameters, lr=1e-4, fused=True)
     step = dl.TrainStep(built.runtime, optimizer, max_norm=1.0, mesh=built.mesh, model=model)
-    times_s, losses, graphs = [], [], []
-    for i in range(options.steps):
-        if i == 1 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        synchronize()
-        started = time.perf_counter()
-        losses.append(step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).loss)
-        synchronize()
-        times_s.append(time.perf_counter() - started)
-        graphs.append(counters["stats"]["unique_graphs"])
-    peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device.type == "cuda" else "n/a"
-    steady_s, breaks = statistics.median(times_s[1:]), sum(counters["graph_break"].values())
-    columns = (choice, f"{times_s[0]:.2f}", f"{steady_s:.4f}", peak, graphs[0], graphs[-1] - graphs[0], breaks)
-    return losses[0], f"| {' | '.join(map(str, columns))} |"
+    rows = tokens.chunk(layout.dp)[dp_rank(dist.get_rank(), layout)]
+    times_s, losses = [time.perf_counter()], []
+    for _ in range(4):
+        losses.append(step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).loss)
+        times_s.append(time.perf_counter())
+    first_s, *later_s = (after - before for before, after in itertools.pairwise(times_s))
+    breaks = " ".join([f"{counters['graph_break'].total()}", *counters["graph_break"]]).partition("\n")[0]
+    times = f"{first_s:.2f}", f"{statistics.median(later_s):.4f}"
+    return [f"{losses[0]:.4f}", *times, f"{counters['stats']['unique_graphs']}", breaks]
 
 
-say(f"{model.name} on {dist.get_world_size()} x {device.name}: {layout}")
-say("| compile | first step, s | steady step, s | peak memory | graphs | recompiles | graph breaks |")
-say("|---|--:|--:|--:|--:|--:|--:|")
-first_losses = []
-for choice in get_args(Compile):
-    try:
-        loss, row = measure(choice)
-        first_losses.append(loss)
-        say(row)
-    except Exception as error:  # that a choice does not compile here is a result
-        say(f"| {choice} | {type(error).__name__}: {str(error).partition(chr(10))[0][:100]} |")
-    gc.collect()
-assert max(first_losses) - min(first_losses) < 0.01, f"compiled code computes something else: {first_losses}"
+dist.init_process_group("gloo")
+say = print if dist.get_rank() == 0 else lambda *_: None
+say("| layout | compile | loss | first step, s | later steps, s | graphs | graph breaks |\n" + "|---" * 7 + "|")
+for layout in (OpenLayout(**dl.Layout.read(name)).resolve(dist.get_world_size()) for name in names):
+    found = {choice: measure(layout, choice) for choice in get_args(Compile)}
+    say("\n".join(f"| {layout} | {choice} | {' | '.join(row)} |" for choice, row in found.items()))
+    assert len({row[0] for row in found.values()}) == 1, "compiled code computes something else"
 dist.destroy_process_group()

@@ -7,12 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtlayout import Layout, build_mesh
+import dtlayout as dl
 from dtlayout.ops.attention import causal_attention
-from dtlayout.plans.context import apply_context
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, own_parts
-
-KERNEL = "sdpa-math"
 
 
 class Attention(nn.Module):
@@ -21,30 +18,28 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(32, 96)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, heads, S, width]
-        return causal_attention(q, k, v, KERNEL, mask)
+        return causal_attention(q, k, v, "sdpa-math", mask)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, S, 32]
         q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
         return x + self.attend(q, k, v, None).transpose(1, 2).flatten(2)
 
 
-def run(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def run(x: Tensor, method: str = "") -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention()).double()
+    if method:
+        dl.apply_context(model, {"*.attend": method}, "sdpa-math", mesh)
     (out := model(x)).square().sum().backward()
     return out.detach(), model[0].qkv.weight.grad
 
 
-def build_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Attention(), Attention()).double()
-
-
-mesh = build_mesh(Layout(cp=4), "cpu")["cp"]
-expected, gradient = run(build_model(), x := torch.randn(2, 64, 32, dtype=torch.float64))  # as seeded by build_model
+mesh = dl.build_mesh(dl.Layout(cp=4), "cpu")["cp"]
+torch.manual_seed(1)
+expected, gradient = run(x := torch.randn(2, 64, 32, dtype=torch.float64))
 for name, method in CONTEXT_METHODS.items():
-    model = build_model()
-    apply_context(model, {"*.attend": name}, KERNEL, mesh)
     own = [i for part in own_parts(method.order, 64, 4, mesh.get_local_rank()) for i in part]
-    out, own_gradient = run(model, x[:, own])
+    out, own_gradient = run(x[:, own], name)
     dist.all_reduce(own_gradient)  # each rank knows the terms of its own tokens
     torch.testing.assert_close((out, own_gradient), (expected[:, own], gradient))
 if dist.get_rank() == 0:

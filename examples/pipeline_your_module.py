@@ -1,46 +1,39 @@
-"""Two stages of your own in a 1F1B pipeline over 2 ranks, with the gradients of one process.
+"""Your module in a 1F1B pipeline of 2 stages, each with ZeRO-3 on 2 ranks: losses and gradient norms of one process.
 
-torchrun --nproc-per-node 2 examples/pipeline_your_module.py
+torchrun --nproc-per-node 4 examples/pipeline_your_module.py
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtlayout import Batch, Boundary, Layout, build_mesh, build_runtime, make_schedule
-
-ROWS, WIDTH = 8, 16
+import dtlayout as dl
 
 
-class Head(nn.Module):
-    """A last stage takes what `step` gets by keyword, and gives the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, *, targets: Tensor) -> Tensor:
-        return (self.out(x) - targets).square().sum() / ROWS  # the losses of the microbatches add up
+def build_model() -> nn.Sequential:
+    torch.manual_seed(0)  # the same weights on every rank
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(32, 1)).double()
 
 
-torch.manual_seed(0)  # the same weights and rows on every rank
-stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), Head()]
-x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)
+def measure(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().sum() / 16  # by all rows: losses of microbatches and ranks add up
 
-layout = Layout(pp=2, micro_batch=2)
-mesh = build_mesh(layout, "cpu")
-rank = mesh["pp"].get_local_rank()
-schedule = make_schedule(layout, Batch(global_batch=ROWS, seq_len=1))
-boundary = Boundary(shape=(layout.micro_batch, WIDTH), dtype=torch.float32)
-runtime = build_runtime([stages[rank]], schedule, [], mesh, boundary)
-loss = runtime.step(x, targets=y)
-gradients = [p.grad.clone() for p in stages[rank].parameters()]
 
-stages[rank].zero_grad()
-alone = stages[1](stages[0](x), targets=y)
-alone.backward()
-torch.testing.assert_close(gradients, [p.grad for p in stages[rank].parameters()])
-if loss is not None:  # only the last stage knows it
-    torch.testing.assert_close(loss, alone.detach())
-    print(f"{schedule}\nloss {loss:.4f} and gradients as on one process")
+mesh = dl.build_mesh(layout := dl.Layout(pp=2, dp_shard=2, micro_batch=2), "cpu")
+formats = dl.Precision(params="float64", compute="float64", reduce="float64")
+plan = dl.Plan({}, "*", dl.Recompute(every=0), (("*",),), 3, formats)  # no tensor parallelism; each layer gathers alone
+model, x, y = build_model(), torch.randn(16, 32).double(), torch.randn(16, 1).double()
+runtime = dl.pipeline(model, layout, mesh, x[:2], global_batch=16, plan=plan, loss=measure)
+alone, place = build_model(), mesh["dp_shard"].get_local_rank()
+optimizer, other = (torch.optim.AdamW(parameters, lr=1e-2) for parameters in (runtime.parameters, alone.parameters()))
+for _ in range(5):
+    step = dl.train_step(runtime, optimizer, x.chunk(2)[place], targets=y.chunk(2)[place])
+    (loss := measure(alone(x), y)).backward()
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), torch.inf)
+    torch.testing.assert_close((step.loss, step.grad_norm), (loss.item(), norm.item()))
+    other.step()
+    other.zero_grad()
+if dist.get_rank() == 0:
+    print(f"{runtime.schedule}\n5 losses and gradient norms as on one process, the last {step.loss:.4f}")
 dist.destroy_process_group()

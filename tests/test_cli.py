@@ -12,7 +12,8 @@ import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.cli import STAGES, main
+from dtlayout.cli import main
+from dtlayout.commands.overview import STAGES
 from dtlayout.config.loading import load_config
 from dtlayout.plans.plan import make_plan
 
@@ -297,7 +298,8 @@ def test_without_a_command_all_are_shown_in_the_order_of_the_work_with_one_to_st
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     stages = [line for line in lines if line in STAGES]
-    assert stages == list(STAGES) == ["What do I have?", "Which layout?", "Does it fit?", "Train", "Measure", "Learn"]
+    asked = ["What do I have?", "Which layout?", "Does it fit?", "Train", "Measure", "Learn", "This command line"]
+    assert stages == list(STAGES) == asked
     modules = {path.stem for path in (ROOT / "dtlayout" / "commands").glob("*.py") if "EXAMPLE = " in path.read_text()}
     assert {line.split()[0] for line in lines if line.startswith("  ")} - {"torchrun"} == modules
     assert any(line.startswith("Start with: dtlayout recommend --model ") for line in lines)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import api_page
 import pytest
 import torch
 from tiny import ROOT
@@ -65,11 +66,22 @@ def test_the_page_of_commands_is_what_their_parsers_say():
     assert written == page.read_text(encoding="utf-8"), "make docs-cli writes the page"
 
 
-def test_the_page_of_the_api_has_every_public_name():
-    text = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
-    assert {*dtlayout.__all__} <= {*re.findall(r"`(\w+)`", text)}
-    examples = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert {*re.findall(r"`examples/(\w+\.py)`", text)} == examples
+def test_the_page_and_the_stub_of_the_api_are_what_the_docstrings_say():
+    assert "\n".join(api_page.write_page()) + "\n" == api_page.PAGE.read_text("utf-8"), "make docs-api writes the page"
+    assert "\n".join(api_page.write_stub()) + "\n" == api_page.STUB.read_text("utf-8"), "make docs-api writes the stub"
+
+
+def test_the_page_of_the_api_has_every_public_name_and_example():
+    assert sorted(name for names in api_page.SECTIONS.values() for name in names) == sorted(dtlayout.__all__)
+    assert {*api_page.EXAMPLES} == {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+
+
+def test_the_five_lines_of_the_api_predict_a_model_of_ones_own(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```$", api_page.HEAD, re.MULTILINE | re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 5
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["found"].fits and str(names["found"]) in capsys.readouterr().out
 
 
 def test_every_benchmark_is_in_the_table_of_benchmarks():

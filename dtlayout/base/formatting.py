@@ -1,6 +1,7 @@
 """Text for people: aligned and Markdown tables, lists, counts, sizes, versions."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -130,6 +131,20 @@ def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
             line = " " * (len(start) - len(start.lstrip()) + 4)
         line += f"{word} "
     return [*lines, line.rstrip()]
+
+
+def fold(line: str, width: int) -> list[str]:
+    """A line in pieces of up to `width` letters, broken between words; pieces after the first are indented.
+
+    A word that is longer stays whole.
+
+    >>> fold("  one two three", 11)
+    ['  one two', '      three']
+    """
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def find_version(package: str, otherwise: str = "a checkout") -> str:

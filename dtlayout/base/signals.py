@@ -33,6 +33,8 @@ class StopRequest:
         """Lock for changes of state that `early_end` reads, also held while `early_end` ends the process."""
         self.early_end: Callable[[], object] | None = None
         """Called by a thread when a signal comes; None once something has begun that must be finished."""
+        self.on_wish: Callable[[], object] | None = None
+        """Called once, by a thread, when a signal comes that is only a wish; it tells people what is waited for."""
 
     def begin(self) -> None:
         """Make signals only a wish from now on."""
@@ -45,6 +47,9 @@ class StopRequest:
             with self.changing:
                 if self.early_end is not None:
                     self.early_end()
+                elif self.on_wish is not None:
+                    tell, self.on_wish = self.on_wish, None
+                    tell()
 
 
 @contextmanager

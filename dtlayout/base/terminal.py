@@ -9,6 +9,7 @@ shows the escape sequences of other texts in the same way.
 import codecs
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _INSTEAD = {"…": "...", "–": "-", "—": "-", "×": "x", "→": "->", "−": "-", "“": '"', "”": '"', "’": "'", "≤": "<="}
 """Letter → text in its place where an encoding lacks it; other letters are shown by their number."""
+_LEAST_WIDTH = 60
+"""Columns below which no text is folded further; tables would be torn."""
 
 
 class Unwritten(DtlayoutError):
@@ -133,6 +136,11 @@ def _named_errors() -> Iterator[None]:
 def is_terminal(stream: TextIO) -> bool:
     """Whether a stream is a terminal, guarded or not."""
     return (stream.stream if isinstance(stream, _Encoded) else stream).isatty()
+
+
+def find_width() -> int:
+    """Columns of the terminal, or those that COLUMNS says; 80 where neither is known, as in a pipe."""
+    return max(_LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
 
 
 @contextmanager

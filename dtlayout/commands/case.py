@@ -48,7 +48,7 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
     if (found := find_other(path, options)) is not None:
         return read_other(found, path, overrides, options)
-    return _make(load_plan(path, overrides), load_formats(path, overrides), options)
+    return make_case(load_plan(path, overrides), load_formats(path, overrides), options)
 
 
 def find_other(path: Path, options: argparse.Namespace) -> Understood | None:
@@ -75,7 +75,7 @@ def read_other(
     tables.setdefault("layout", {}).setdefault("cp_method", methods[0])
     if notes:
         print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
-    return _make(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)
+    return make_case(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)
 
 
 def read_as_ours(found: Understood, path: Path, overrides: Sequence[str]) -> Config:
@@ -113,20 +113,28 @@ def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> Non
         raise InvalidConfig(missing)
 
 
-def _make(config: Config, formats: Mapping[str, str], options: argparse.Namespace, *, notes: bool = True) -> Case:
-    gpu = choose_gpu(config, options.gpu)
-    scenario = own_scenario(config, choose_world(config, options.world), gpu)
-    engine, precision = read_engine(options, gpu, formats)
-    scenario = replace(scenario, engine=engine)
-    if engine.name != OWN_ENGINE:
-        scenario = replace(scenario, precision=precision)
+def make_case(config: Config, formats: Mapping[str, str], options: argparse.Namespace, *, notes: bool = True) -> Case:
+    """The case of a config, on the machines of `add_machines`; `formats` are those that its [precision] names.
+
+    InvalidLayout if the engine does not have the layout. `notes` tells on stderr what is assumed.
+    """
+    scenario = make_scenario(config, formats, options)
     layout = _check(config, scenario)
     if notes:
         for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
             print(f"note: {note}", file=sys.stderr)
-    if engine.name == OWN_ENGINE:
-        return Case(scenario, layout, predicted_kernels(config, layout, gpu))
+    if scenario.engine.name == OWN_ENGINE:
+        return Case(scenario, layout, predicted_kernels(config, layout, scenario.cluster.gpu))
     return Case(scenario, layout, engine_kernels(scenario, config.kernels, layout))
+
+
+def make_scenario(config: Config, formats: Mapping[str, str], options: argparse.Namespace) -> Scenario:
+    """The scenario of a config, on the machines of `add_machines`; `formats` are those that its [precision] names."""
+    gpu = choose_gpu(config, options.gpu)
+    scenario = own_scenario(config, choose_world(config, options.world), gpu)
+    engine, precision = read_engine(options, gpu, formats)
+    precision = scenario.precision if engine.name == OWN_ENGINE else precision
+    return replace(scenario, engine=engine, precision=precision)
 
 
 def _find_ignored(scenario: Scenario) -> list[str]:

@@ -99,7 +99,7 @@ def _describe(document: JsonDocument) -> list[str]:
     sides, steps, speeds = document["compared"], document["_steps"], document["_speeds"]
     names = [str(place) for place, _ in enumerate(sides, start=1)]
     legend = [[place, side["name"], str(Layout(**side["layout"]))] for place, side in zip(names, sides, strict=True)]
-    operations = [key for key in sides[0]["kernels"] if key != "experts" or document["_has_experts"]]
+    operations = [key for key in KERNEL_NAMES if key != "experts" or document["_has_experts"]]
     facts: list[tuple[str, list[str]]] = [
         ("model", [side["model"] for side in sides]),
         ("sequences a step", ["{global_batch} of {seq_len:,}".format(**side["batch"]) for side in sides]),

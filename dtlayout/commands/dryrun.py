@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
         check_page(options.page)
     config, world = _read(options)
     gpu = choose_gpu(config, options.gpu)
-    findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
-    document = {**_to_document(findings), "_compares": options.compare}
-    show(options, document, _describe, ensure_ascii=False)
+    findings = rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
+    document = {**to_document(findings), "_compares": options.compare}
+    show(options, document, describe, ensure_ascii=False)
     if options.page:
         from dtlayout.commands.dryrun_page import write_page  # only now: it imports matplotlib
 
@@ -79,7 +79,8 @@ def _read(options: argparse.Namespace) -> tuple[Config, int]:
     return config, choose_world(config, options.world)
 
 
-def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
+def rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
+    """Run the ranks of a legal layout; `options` are those of `add_arguments`."""
     kernels, notes = choose_kernels(config, layout, gpu)
     estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, gpu)
     assert estimate is not None, "the GPU type is known"
@@ -126,7 +127,7 @@ def _list_settings(run: Run) -> dict[str, Any]:
     return {**values, "data.document_mask": document["document_mask"]}
 
 
-def _describe(document: JsonDocument) -> Iterator[str]:
+def describe(document: JsonDocument) -> Iterator[str]:
     """The lines of a dry run: notes, then the tables of each rank, and those of the step."""
     yield from (document["_title"], *(f"note: {note}" for note in document["notes"]))
     compares = document["_compares"]
@@ -179,8 +180,10 @@ def watch(
             yield report
 
 
-def _to_document(findings: Findings) -> dict[str, Any]:
-    def describe(report: RankReport) -> dict[str, object]:
+def to_document(findings: Findings) -> dict[str, Any]:
+    """The document that `--json` prints."""
+
+    def to_rank(report: RankReport) -> dict[str, object]:
         parts = findings.components(report).items()
         return {
             **{name: value for name, value in asdict(report).items() if name != "done"},
@@ -202,7 +205,7 @@ def _to_document(findings: Findings) -> dict[str, Any]:
         "ok": True, "run": findings.to_run().to_dict(), "world_size": findings.layout.world_size,
         "num_steps": findings.num_steps, "capacity_bytes": findings.estimate.capacity_bytes,
         "gpu": gpu.name, "layout": asdict(findings.layout), "notes": findings.notes,
-        "ranks": [describe(report) for report in findings.reports],
+        "ranks": [to_rank(report) for report in findings.reports],
         "step_s": step if findings.estimate.knows_time else dict.fromkeys(step),
         "_title": findings.title, "_is_on_host": gpu.device_type == "cpu", "_step": step,
     }  # fmt: skip

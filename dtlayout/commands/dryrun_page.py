@@ -32,10 +32,11 @@ _MANY = 100
 
 def write_page(path: Path, document: JsonDocument) -> None:
     """Write the page of a dry run's document; DtlayoutError if it cannot be written."""
-    html.write_page(path, document["_title"], _parts(document))
+    html.write_page(path, document["_title"], list_parts(document))
 
 
-def _parts(document: JsonDocument) -> Iterator[str]:
+def list_parts(document: JsonDocument) -> Iterator[str]:
+    """HTML of a dry run's document, each part whole by itself."""
     yield from (html.paragraph(note, "note") for note in document["notes"])
     yield html.heading("Memory at the peak") + _draw_peaks(document)
     if times := list_times(document, compares=True):
@@ -63,7 +64,7 @@ def _draw_peaks(document: JsonDocument) -> str:
         )
         for rank in ranks
     ]
-    return draw_bars(bars, list(PARTS.values()), "predicted")
+    return draw_bars(bars, list(PARTS.values()), "predicted", name="memory of each rank at its peak")
 
 
 def _space_out(places: Iterable[int], least: float) -> list[int]:

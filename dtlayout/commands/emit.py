@@ -1,4 +1,4 @@
-"""Emit: a recommended layout as a config that `torchrun train.py` runs unchanged, or as another program's arguments."""
+"""Emit: a recommended layout as a config that `dtlayout train` runs unchanged, or as another program's arguments."""
 
 import math
 from collections.abc import Sequence
@@ -86,8 +86,10 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.achieved
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
     num_nodes = math.ceil(cluster.num_gpus / per_node)
-    processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
-    launch = processes if num_nodes == 1 else f"--nnodes {num_nodes} {processes} --rdzv-endpoint HOST:PORT"
+    start = f"dtlayout train {path.name} --ranks {cluster.num_gpus}"
+    if num_nodes > 1:
+        ranks = f"--nnodes {num_nodes} --nproc-per-node {min(cluster.num_gpus, per_node)} --rdzv-endpoint HOST:PORT"
+        start = f"torchrun {ranks} -m dtlayout.launch {path.name}, on each node"
     comments = [_name_scenario(scenario), *reasons]
     if (engine := scenario.engine.name) != OWN_ENGINE:
         comments.insert(
@@ -115,7 +117,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     small = "Small data that every machine has, to start with: put your own corpus and tokenizer here."
     bare = f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
     notes = {"data": bare if needs_tokenizer else small, "train": "A first run; raise steps for a real one."}
-    comments.append(f"Run it: torchrun {launch} train.py {path.name}")
+    comments.append(f"Run it: {start}")
     lines = list(map(_comment, comments))
     for name, table in sections.items():
         if table:

@@ -53,19 +53,20 @@ def answer(options: argparse.Namespace) -> Answer:
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
     asked = Asked(options, case, explanation, found)
-    document = _to_document(scenario, explanation)
+    document = to_document(scenario, explanation)
     for question in _QUESTIONS:
         document |= question.answer(asked)
 
     def describe(_: object) -> Iterator[str]:
-        yield from _describe(scenario, explanation)
+        yield from describe_layout(scenario, explanation)
         for question in _QUESTIONS:
             yield from question.describe(document)
 
     return Answer(document, describe)
 
 
-def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
+def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
+    """Lines on a layout: does it fit, how fast it is, memory and time by component, and what would help."""
     now, limit = explanation.estimate, explanation.limit
     gpu, engine = scenario.cluster.gpu, scenario.engine
     peak, capacity = format_bytes(now.peak_bytes), format_bytes(now.capacity_bytes)
@@ -226,7 +227,8 @@ def _row(change: Change, now: Estimate) -> list[str]:
     return [" ".join(change.overrides), step, speed, format_bytes(after.peak_bytes)]
 
 
-def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
+def to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
+    """The document that `--json` prints."""
     now, gpu, growth = explanation.estimate, scenario.cluster.gpu, explanation.growth
     intervals = find_intervals(scenario)
 

@@ -104,7 +104,7 @@ def answer(options: argparse.Namespace) -> Answer:
 
 
 def _answer(options: argparse.Namespace) -> Answer:
-    _check(options)
+    check(options)
     like = _read_like(options)
 
     def make_space(num_gpus: int | None = None) -> Space:
@@ -125,7 +125,7 @@ def _answer(options: argparse.Namespace) -> Answer:
         space = make_space()
     if idle := find_idle(space):
         raise InvalidConfig(idle)
-    document = _search(space, options, like)
+    document = search_space(space, options, like)
     if options.page:
         from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
 
@@ -135,7 +135,7 @@ def _answer(options: argparse.Namespace) -> Answer:
 
 def read_space(options: argparse.Namespace) -> Space:
     """The layouts among which a question searches; refused as the question is."""
-    _check(options)
+    check(options)
     return _make_space(options, _read_like(options))
 
 
@@ -149,7 +149,7 @@ def _make_space(options: argparse.Namespace, like: "Like | None", num_gpus: int 
     return Space(like.scenario_on(num_gpus), {**kept, **fixed}, avoided)
 
 
-def _search(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:
+def search_space(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:
     """The document of a search, whose best layout is written where that is asked; InvalidLayout if it finds none."""
     search, margin = find_fitting(space, options.max_memory)
     result = search.run_kinds(options.top)
@@ -215,7 +215,8 @@ def _explain_nothing(search: Search, result: SearchResult) -> list[str]:
     return problems
 
 
-def _check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
+    """InvalidConfig with all options that are missing, contradict each other or cannot be."""
     problems = [] if options.top >= 1 else [f"--top={options.top} must be at least 1"]
     needed = {"--model": options.model, "--seq-len": options.seq_len, "--global-batch": options.global_batch}
     missing = [name for name, value in needed.items() if value is None]

@@ -22,10 +22,11 @@ def write_page(path: Path, document: JsonDocument) -> None:
     """Write the page of one search's document; DtlayoutError if it cannot be written."""
     scenario = document["scenario"]
     title = f"{scenario['model']['name']} on {scenario['num_gpus']:,} x {scenario['gpu']}"
-    html.write_page(path, title, _parts(document))
+    html.write_page(path, title, [*list_parts(document), *_list_numbers(document)])
 
 
-def _parts(document: JsonDocument) -> Iterator[str]:
+def list_parts(document: JsonDocument) -> Iterator[str]:
+    """HTML of one search's document but its long tables, each part whole by itself."""
     scenario, layouts = document["scenario"], document["layouts"]
     yield html.paragraph(_describe_best(scenario, layouts[0]), "lead")
     yield html.paragraph(describe_scenario(scenario), "note")
@@ -39,6 +40,11 @@ def _parts(document: JsonDocument) -> Iterator[str]:
     yield html.heading("Other choices than those of the best")
     yield from _compare_choices(document["against"], layouts[0]["step_time_s"])
     yield from _answer_questions(document)
+
+
+def _list_numbers(document: JsonDocument) -> Iterator[str]:
+    """A table of the best layouts, and how many of all were left out, and why."""
+    scenario, layouts = document["scenario"], document["layouts"]
     yield html.heading("The best layouts in numbers")
     yield html.sorted_table(_list_layouts(scenario, layouts), "layouts", "place", "ascending")
     searched = document["searched"]
@@ -77,7 +83,7 @@ def _draw_steps(layouts: Sequence[JsonDocument]) -> str:
         )
         for place, each in enumerate(layouts, 1)
     ]
-    return draw_bars(bars, list(layouts[0]["time"]))
+    return draw_bars(bars, list(layouts[0]["time"]), name="parts of a step of each layout")
 
 
 def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
@@ -88,7 +94,7 @@ def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
         Bar(f"{place}  {each['name']}", list(rank.values()), format_bytes(each["peak_bytes"], 1), capacity)
         for place, (each, rank) in enumerate(zip(layouts, fullest, strict=True), 1)
     ]
-    return draw_bars(bars, list(fullest[0]), f"capacity, {format_bytes(capacity, 1)}")
+    return draw_bars(bars, list(fullest[0]), f"capacity, {format_bytes(capacity, 1)}", name="memory of each layout")
 
 
 def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator[str]:
@@ -103,7 +109,7 @@ def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator
             Ratio(each["change"], ratio, ratio, ratio, f"×{ratio:.2f}")
             for each in possible
             for ratio in [best_s / each["step_time_s"]]
-        ])  # fmt: skip
+        ], name="speed of other choices")  # fmt: skip
         yield html.bullets(f"{each['change']}, as {each['name']}: {each['problems'][0]}." for each in possible)
     if impossible := [each for each in against if each not in possible]:
         sentences = (f"{each['change']}: {each['outcome']}, {each['problems'][0]}." for each in impossible)

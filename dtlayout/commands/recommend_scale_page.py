@@ -117,7 +117,7 @@ def _draw_efficiency(rows: Sequence[JsonDocument]) -> str:
         )
         for row in rows
     ]
-    return draw_bars(bars, whole=1.0)
+    return draw_bars(bars, whole=1.0, name="efficiency of each cluster")
 
 
 def _speed(row: JsonDocument) -> str:

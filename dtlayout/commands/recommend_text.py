@@ -1,9 +1,11 @@
 """The text of `dtlayout recommend`, made of its document alone (recommend_document.py)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from dtlayout.base.formatting import GIB, align, plural, three_digits, wrap
+from dtlayout.base.formatting import GIB, align, fold, plural, three_digits, wrap
+from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import describe_assumptions
 from dtlayout.costmodel.scenario import NO_TIME
@@ -12,6 +14,7 @@ from dtlayout.planner.verdicts import fold_alike
 from dtlayout.records.intervals import Alike, Interval
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import SweepRecord
+from dtlayout.spec.kernels import COMPILE_OPTIONS
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.optimizers import AdamW
 
@@ -32,14 +35,24 @@ _COUNTED = {
 }  # fmt: skip
 
 
-def describe(document: JsonDocument) -> Iterator[str]:
-    """The lines of one search's document: its parts, with an empty line between."""
-    yield from _describe_scenario(document, [document["scenario"]["num_gpus"]])
+def describe(document: JsonDocument, width: int | None = None) -> Iterator[str]:
+    """The lines of one search's document, the answer first: its parts, with an empty line between.
+
+    They are folded at `width` columns, by default those of the terminal.
+    """
+    width = find_width() if width is None else width
+    yield from _describe_job(document, [document["scenario"]["num_gpus"]], width)
+    yield from ("", *_list_layouts(document, width), "")
+    for line in _list_sentences(document, width):
+        yield from fold(line, width)
+
+
+def _list_sentences(document: JsonDocument, width: int) -> Iterator[str]:
+    """Lines below the table of layouts: first what stands against others, last what predictions rest on."""
+    yield from _list_remarks(document)
     for list_part in (
-        _list_layouts,
-        _list_remarks,
         _list_dry_runs,
-        _list_others,
+        partial(_list_others, width=width),
         _answer_why_not,
         _describe_baseline,
         _describe_yours,
@@ -47,11 +60,14 @@ def describe(document: JsonDocument) -> Iterator[str]:
     ):
         if lines := list(list_part(document)):
             yield from ("", *lines)
-    yield from ("", describe_counts(document["searched"]))
+    yield from ("", describe_counts(document["searched"]), "", *_describe_basis(document))
 
 
-def _list_layouts(document: JsonDocument) -> list[str]:
-    """A line for each layout with its speed and a bar of memory, then one with the shares of its step."""
+def _list_layouts(document: JsonDocument, width: int) -> list[str]:
+    """A line for each layout with its speed and a bar of memory, then one with the shares of its step.
+
+    Where a line would be wider than `width`, the name stands above the numbers.
+    """
     layouts = [["   layout", "MFU", "tokens/s/GPU", "step s", "memory of the busiest rank, GiB"]]
     shares = [["   of the step, %", *document["layouts"][0]["time"]]]
     for place, each in enumerate(document["layouts"], start=1):
@@ -59,11 +75,14 @@ def _list_layouts(document: JsonDocument) -> list[str]:
         layouts.append([name, _describe_mfu(document, each), _speed(each), f"{step_time_s:.3f}", _bar(each)])
         shares.append([f"{place:<3}", *(f"{100 * seconds / step_time_s:.1f}" for seconds in each["time"].values())])
     first = f"<{max(len(row[0]) for row in layouts) - 11}"
-    return [
-        *align(layouts, ("<", ">18", ">12", ">8", "<")),
-        "",
-        *align(shares, (first, *[">9"] * (len(shares[0]) - 1))),
-    ]
+    table = align(layouts, ("<", ">18", ">12", ">8", "<"))
+    of_step = align(shares, (first, *[">9"] * (len(shares[0]) - 1)))
+    if max(map(len, table)) > width:
+        numbers = align([["  ", *row[1:]] for row in layouts], ("<", ">18", ">12", ">8", "<"))
+        table = [line for row, below in zip(layouts, numbers, strict=True) for line in (row[0], below)]
+    if max(map(len, of_step)) > width:
+        of_step = align([["% of a step", *shares[0][1:]], *shares[1:]])
+    return [*table, "", *of_step]
 
 
 def _list_remarks(document: JsonDocument) -> Iterator[str]:
@@ -79,8 +98,8 @@ def _list_remarks(document: JsonDocument) -> Iterator[str]:
         yield f"Fewest GPUs that train it: {number}. Parts of a node and whole nodes were tried."
     if "cost" in document:
         yield _describe_cost(document["cost"])
-    kernels = ", ".join(f"{name} {kernel}" for name, kernel in layouts[0]["kernels"].items())
-    yield f"Kernels of 1: {kernels}."
+    kernels = {name: kernel for name, kernel in layouts[0]["kernels"].items() if name not in COMPILE_OPTIONS}
+    yield f"Kernels of 1: {', '.join(f'{name} {kernel}' for name, kernel in kernels.items())}."
 
 
 def describe_simplest(simplest: JsonDocument | None) -> str:
@@ -132,13 +151,16 @@ def describe_dry_run(verified: JsonDocument) -> str:
     )
 
 
-def _list_others(document: JsonDocument) -> Iterator[str]:
-    """Other choices than those of the best layout, each with what stands against it."""
+def _list_others(document: JsonDocument, width: int) -> Iterator[str]:
+    """Other choices than those of the best layout, each with what stands against it: a table, or lines to be folded."""
     if document["against"]:
         best = Layout(**document["layouts"][0]["layout"])
         yield f"Against other choices than those of 1, {best}, each with the best of all else,"
         yield "but beside another kernel or tp_overlap with the degrees and the schedule of 1:"
-        yield from align([(f"  {changes}", verdict) for changes, verdict in _fold_against(document)], ("<", "<"))
+        found = _fold_against(document)
+        table = align([(f"  {changes}", verdict) for changes, verdict in found], ("<", "<"))
+        is_wide = max(map(len, table)) > width
+        yield from (f"  {changes}: {verdict}" for changes, verdict in found) if is_wide else table
 
 
 def _fold_against(document: JsonDocument) -> list[tuple[str, str]]:
@@ -235,8 +257,8 @@ def list_reasons(document: JsonDocument) -> list[str]:
     return lines + [f"{changes}: {verdict}" for changes, verdict in _fold_against(document)]
 
 
-def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator[str]:
-    """The model, the batch, the clusters (`sizes` are their GPUs), and how far predictions are to be trusted."""
+def _describe_job(document: JsonDocument, sizes: Sequence[int], width: int) -> Iterator[str]:
+    """Lines on the model, the batch and the clusters; `sizes` are their GPUs."""
     scenario, linked = document["scenario"], document["_gpus_linked"]
     batch, gpu, per_node = scenario["batch"], scenario["gpu"], scenario["gpus_per_node"]
     nodes = f" in nodes of {per_node}" if max(sizes) > per_node > 1 else ""
@@ -244,17 +266,24 @@ def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator
     keys = [f"{key}={value}" for key, value in scenario["optimizer_keys"].items()]
     by = " with ".join([scenario["optimizer"], *[", ".join(keys)] * bool(keys)])
     updated = "" if by == AdamW.name else f", updated by {by}"
-    yield (
+    yield from fold(
         f"{scenario['model']['name']}, {scenario['parameters'] / 1e9:.2f} billion parameters{_say_trained(scenario)}, "
         f"on {', '.join(map(str, sizes))} x {gpu}{nodes}; {plural(batch['global_batch'], 'sequence')} of "
-        f"{plural(batch['seq_len'], 'token')} a step{updated}"
+        f"{plural(batch['seq_len'], 'token')} a step{updated}",
+        width,
     )
+    if not scenario["knows_time"]:
+        yield from fold(f"{NO_TIME}; use the seconds below only to compare layouts with each other", width)
+
+
+def _describe_basis(document: JsonDocument) -> Iterator[str]:
+    """Assumptions, and how far predictions are to be trusted."""
+    scenario = document["scenario"]
+    gpu = scenario["gpu"]
     step, peak = _read_interval(document, "step_time"), _read_interval(document, "peak_memory")
     known = "" if scenario["calibrated"] else f", uncalibrated: no run of it on {gpu} is known"
     yield f"engine {scenario['engine']}{known}{'; nothing like it was measured' * step.is_foreign}"
     yield from describe_assumptions(scenario["engine"], scenario["assumptions"])
-    if not scenario["knows_time"]:
-        yield f"{NO_TIME}; use the seconds below only to compare layouts with each other"
     for name, interval in (("step", step), ("peak", peak)):
         yield f"{name} {interval.low:.2f} to {interval.high:.2f} times as predicted, for {interval.basis}"
     yield from filter(None, [_describe_margin(document.get("margin"))])
@@ -341,11 +370,15 @@ def describe_scale(document: JsonDocument) -> Iterator[str]:
         ])  # fmt: skip
     if "tokens" in document:
         cells = [[*row, *cost] for row, cost in zip(cells, _list_costs(document), strict=True)]
-    yield from _describe_scenario(document, [row["num_gpus"] for row in rows])
+    width = find_width()
+    yield from _describe_job(document, [row["num_gpus"] for row in rows], width)
     yield from ("", *align(cells, (">6", "<", ">18", ">12", ">8", ">12")))
     tight = [str(row["num_gpus"]) for row in rows if row["layout"] and row["margin"]["fits_only_without"]]
     if tight:
         yield from ("", f"On {' and '.join(tight)} GPUs it fits only without the margin, as with --max-memory 1.0.")
+    yield ""
+    for line in _describe_basis(document):
+        yield from fold(line, width)
 
 
 def _list_costs(document: JsonDocument) -> list[list[str]]:

@@ -112,7 +112,7 @@ def find_kernel_refusals(scenario: Scenario, kernels: Kernels, request: KernelRe
             f"kernels.{operation}={name} is nothing that {scenario.engine.name} has",
             f"use kernels.{operation}={' or '.join(known[operation])}",
         )
-        for operation, name in vars(kernels).items()
+        for operation, name in kernels.choices.items()
         if name not in known[operation]
     ])  # fmt: skip
     tried = replace(kernels, **_own_ones(scenario.engine.name, kernels))
@@ -121,7 +121,7 @@ def find_kernel_refusals(scenario: Scenario, kernels: Kernels, request: KernelRe
 
 def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
     """The kernels of another engine than ours by operation, its usual one first."""
-    usual, more = vars(find_usual(engine.name).kernels), vars(engine.features.kernels)
+    usual, more = find_usual(engine.name).kernels.choices, vars(engine.features.kernels)
     return {operation: tuple(dict.fromkeys((name, *more[operation]))) for operation, name in usual.items()}
 
 

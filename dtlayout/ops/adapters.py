@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.toml import describe_unknown_key
 from dtlayout.ops.linear import Multiply, SplittableLinear
+from dtlayout.spec.adapter import IA3_INPUTS, Adapter
 
 
 class ScaleVector(nn.Module):
@@ -17,6 +20,31 @@ class ScaleVector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+def add_adapters(module: nn.Module, adapter: Adapter) -> list[str]:
+    """Freeze a model of one's own, and give the linear layers that `adapter.targets` name an adapter; their names.
+
+    A target is the end of a name; without any every linear layer gets one. A LoRA begins as nothing: A is drawn from
+    torch's generator as the layer's own weight would be, B is 0. Names of modules are PEFT's: lora_A, lora_B, ia3.
+    InvalidConfig for a target that is the end of no linear layer's name.
+    """
+    linears = {name: each for name, each in module.named_modules() if type(each) in (nn.Linear, SplittableLinear)}
+    chosen = [name for name in linears if not adapter.targets or name.endswith(adapter.targets)]
+    missing = [target for target in adapter.targets if not any(name.endswith(target) for name in linears)]
+    if missing:
+        ends = dict.fromkeys(repr(name.rpartition(".")[2]) for name in linears)
+        raise InvalidConfig([f"adapter.targets: {describe_unknown_key(repr(each), ends)}" for each in missing])
+    module.requires_grad_(False)
+    for name in chosen:
+        linear = linears[name]
+        if adapter.method == "lora":
+            add_low_rank(linear, adapter.rank, adapter.scale)
+            nn.init.kaiming_uniform_(linear.lora_A.weight, a=5**0.5)
+            nn.init.zeros_(linear.lora_B.weight)
+        else:
+            add_scale(linear, of_input=name.endswith(IA3_INPUTS))
+    return chosen
 
 
 def add_low_rank(linear: nn.Linear, rank: int, scale: float) -> None:

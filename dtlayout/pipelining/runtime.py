@@ -99,6 +99,11 @@ class Runtime:
         works = [a for a in self.actions if a.kind in COMPUTE]
         self.following = dict(zip(works, [*map(_to_work, works[1:]), None], strict=True))
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of this rank's stages that are trained, which an optimizer updates."""
+        return [p for module in self.modules.values() for p in module.parameters() if p.requires_grad]
+
     def step(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
 

@@ -30,7 +30,7 @@ of an axis's values, whatever they are.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from itertools import product
 from math import gcd
@@ -65,7 +65,7 @@ from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from dtlayout.spec.context_parallel import DEFAULT_CONTEXT_METHOD
 from dtlayout.spec.kernel_records import Kernel
 from dtlayout.spec.kernel_table import list_kernels
-from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.kernels import COMPILE_OPTIONS, Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
 from dtlayout.spec.recompute import Recompute
@@ -80,7 +80,7 @@ _CONSTANT = ("stage_layers", "offload")
 """Fields of Layout that are not searched: each has the value that a user fixes, or else its default."""
 MOST_VIRTUAL_STAGES = 64
 """Most virtual stages of a rank. With v of them the bubble is 1/v of 1F1B's, so more would gain nothing."""
-KERNEL_NAMES = [f.name for f in fields(Kernels)]
+KERNEL_NAMES = [f.name for f in fields(Kernels) if f.name not in COMPILE_OPTIONS]
 
 
 def searched_kernels() -> dict[str, list[str]]:
@@ -289,7 +289,7 @@ class Space:
         if self.scenario.engine.name != OWN_ENGINE:
             return {name: list(found) for name, found in known_kernels(self.scenario.engine).items()}
         searched = searched_kernels() | {"compile": ["none"]}
-        usual = asdict(engine_kernels(self.scenario, OpenKernels(), Layout()))
+        usual = engine_kernels(self.scenario, OpenKernels(), Layout()).choices
         return {name: list(dict.fromkeys([kernel, *searched.get(name, ())])) for name, kernel in usual.items()}
 
     @cached_property

@@ -9,7 +9,7 @@ FSDP2's hooks stay outside of what is compiled.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,17 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.mesh.axes import CP, TP
+from dtlayout.mesh.axes import CP, PP, TP
 from dtlayout.mesh.build import ExpertMesh, token_mesh
 from dtlayout.models.feed_forward import Mixture
 from dtlayout.ops.loss import Head
 from dtlayout.plans.collectives import name_all_to_all, name_operator
-from dtlayout.plans.context import ATTENTION_OPERATOR, apply_context
+from dtlayout.plans.context import ATTENTION_OPERATOR, CONTEXT_STYLES, apply_context
 from dtlayout.plans.experts import share_counts, split_experts
 from dtlayout.plans.fake_quantize import fake_quantize_linears
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
+from dtlayout.plans.patterns import check_patterns, check_styles
 from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
 from dtlayout.plans.quantize import quantize_linears
 from dtlayout.plans.scale import scale_experts, scale_linears
@@ -54,8 +55,10 @@ def apply_plan(
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
     `reduction_group` is that of `open_reduction_group`, `kept` where a rank's stages keep together what the plan has
     on the host; whoever gives it calls `before_work`. `experts` is that of `build_expert_mesh`, where the plan has a
-    unit of experts.
+    unit of experts. InvalidConfig with the nearest names, before anything is changed, if the plan has a style that
+    nobody knows, or without a pipeline a pattern that matches nothing.
     """
+    check_plan(plan, [module] if mesh[PP].size() == 1 else [])
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
     if experts is not None and experts.ep.size() > 1:
@@ -75,12 +78,23 @@ def apply_plan(
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
         kept = ActivationOffloader(mesh.device_type)
+    options = {"mode": plan.compile_mode, "fullgraph": plan.compile_fullgraph}
     prepare_blocks(
         module, plan.blocks, plan.recompute, attention=plan.attention, compiles=plan.compile == "blocks", kept=kept,
-        ep_group="" if experts is None else experts.ep.get_group().group_name,
+        ep_group="" if experts is None else experts.ep.get_group().group_name, compile_options=options,
     )  # fmt: skip
-    compile_rest(module, plan.compile)
+    compile_rest(module, plan.compile, options)
     return shard(module, plan, mesh, reduction_group, experts)
+
+
+def check_plan(plan: Plan, stages: Sequence[nn.Module]) -> None:
+    """InvalidConfig if a style is unknown, or if a pattern matches nothing in all stages of a model; without stages
+    patterns are not looked at."""
+    check_styles(plan, STYLES, CONTEXT_STYLES)
+    if stages:
+        modules = {name for stage in stages for name, _ in stage.named_modules()}
+        parameters = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+        check_patterns(plan, modules, parameters)
 
 
 def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: DeviceMesh) -> None:
@@ -94,7 +108,7 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
         for name in match_names(pattern, names):
             found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
     below_inputs = [f"{name}." for name, each in found.items() if isinstance(each, GatherInput)]
-    for name, each in found.items():
+    for name, each in sorted(found.items(), key=lambda item: item[0]):  # a matmul before the modules of its adapter
         if isinstance(each, Colwise) and not name.startswith(tuple(below_inputs)):
             found[name] = ColwiseWithInputReduce()
             below_inputs.append(f"{name}.")  # an adapter reads what its matmul does
@@ -129,10 +143,12 @@ def prepare_blocks(
     kept: ActivationOffloader | None = None,
     attention: str = "",
     ep_group: str = "",
+    compile_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
 
-    `attention` is the blocks' kernel, `ep_group` the name of the group that splits their experts.
+    `attention` is the blocks' kernel, `ep_group` the name of the group that splits their experts, `compile_options`
+    arguments of torch.compile.
 
     Selective recomputation is part of what is compiled, which must know the operations that are kept. Recomputation in
     full runs what is compiled a second time: compiled together they fail on tensors that tp shards.
@@ -152,7 +168,7 @@ def prepare_blocks(
         if is_covered and recompute.is_selective:
             block.forward = _checkpointed(block.forward, **keeps)
         if compiles:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, **compile_options or {})
         if is_covered and not recompute.is_selective:
             # Nothing is known of operators inside of what is compiled; it chooses alike when it runs again.
             block.forward = _checkpointed(block.forward, **keeps if has_experts and not compiles else {})
@@ -169,13 +185,13 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
     return run
 
 
-def compile_rest(module: nn.Module, compile: Compile) -> None:
-    """Compile the loss or the whole, in place."""
+def compile_rest(module: nn.Module, compile: Compile, options: Mapping[str, Any] | None = None) -> None:
+    """Compile the loss or the whole, in place; `options` are arguments of torch.compile."""
     if compile == "model":
-        module.compile()
+        module.compile(**options or {})
     if compile == "loss":
         for head in (part for part in module.modules() if isinstance(part, Head)):
-            head.token_losses = torch.compile(head.token_losses)
+            head.token_losses = torch.compile(head.token_losses, **options or {})
 
 
 _MATMULS = {

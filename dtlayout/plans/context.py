@@ -116,7 +116,11 @@ def attend_together(method: str) -> ContextChange:
 
     def change(owner: nn.Module, attribute: str, attention: str, group: Group) -> None:
         make = pkgutil.resolve_name(CONTEXT_METHODS[method].attend)
-        for module in _list_owners(owner, attribute):
+        if not (owners := _list_owners(owner, attribute)):
+            raise InvalidConfig(
+                f"plan.context: {type(owner).__name__} has no function {attribute!r}; name the one that attends"
+            )
+        for module in owners:
             setattr(module, attribute, make(getattr(module, attribute), attention, method, group))
 
     return change
@@ -138,8 +142,12 @@ def refuse_to_attend(owner: nn.Module, attribute: str, attention: str, group: Gr
 
 
 def _list_owners(block: nn.Module, attribute: str) -> list[nn.Module]:
-    """The modules of a block that have a function of this name."""
-    return [module for module in block.modules() if attribute in vars(module)]
+    """The modules of a block that have a function of this name, as a value of their own or as a method."""
+    return [
+        module
+        for module in block.modules()
+        if attribute in vars(module) or any(attribute in vars(each) for each in type(module).__mro__)
+    ]
 
 
 CONTEXT_STYLES: dict[str, ContextChange] = {

@@ -52,7 +52,7 @@ from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY
 from dtlayout.spec.kernel_records import ExpertsKernel
 from dtlayout.spec.kernel_table import find_kernel
-from dtlayout.spec.kernels import Compile, Kernels
+from dtlayout.spec.kernels import Compile, CompileMode, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
 from dtlayout.spec.model_shape import ModelShape
@@ -97,6 +97,10 @@ class Plan(Offload):
     """Data that lies in the host's memory, or on its disk, as `Layout.offload` says."""
     compile: Compile = "none"
     """Modules that torch.compile gets: each of the blocks, the loss, the whole, or none."""
+    compile_mode: CompileMode = "default"
+    """`mode` of torch.compile."""
+    compile_fullgraph: bool = False
+    """`fullgraph` of torch.compile."""
     frozen: tuple[str, ...] = ()
     """Patterns of the parameters that are not trained: they have no gradient, no reduction and no optimizer state."""
     quantized: tuple[str, ...] = ()
@@ -131,7 +135,8 @@ class Plan(Offload):
         rows += [(pattern, f"each expert multiplies in {self.precision.matmuls}") for pattern in self.scaled_experts]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
-            rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
+            options = f", {self.compile_mode}" * (self.compile_mode != "default") + ", whole" * self.compile_fullgraph
+            rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}{options}"))
         rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
         if self.recompute.every:
             kept = " and ".join(sorted(self.recompute.kept))
@@ -166,6 +171,8 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         precision=precision,
         offload=layout.offload,
         compile=kernels.compile,
+        compile_mode=kernels.compile_mode,
+        compile_fullgraph=kernels.compile_fullgraph,
         frozen=find_frozen(model),
         quantized=find_quantized(model) if precision.base != "compute" else (),
         scaled=find_scaled(model) if precision.matmul_format else (),
@@ -258,7 +265,8 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
                     styles[f"{blocks}.{operation.module}"] = "sequence"
                 case Linear(style="colwise"):
                     branch = (operation.part_of or operation.module).rpartition(".")[0]
-                    styles.setdefault(f"{blocks}.{branch}", opening)
+                    if branch:  # a matmul of the block itself (OPT's fc1) opens on its own
+                        styles.setdefault(f"{blocks}.{branch}", opening)
                     styles[f"{blocks}.{operation.module}"] = "colwise"
                 case Linear(style="rowwise"):
                     styles[f"{blocks}.{operation.module}"] = closing

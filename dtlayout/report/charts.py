@@ -1,7 +1,7 @@
 """Charts of HTML alone, whose words keep their size on a phone: bars, bars of parts, tracks, ratios, heat."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import log
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import floor, log, log10
 from typing import NamedTuple
 
 from dtlayout.report.html import Markup, breakable, escape, wide
@@ -26,8 +26,10 @@ class Bar(NamedTuple):
     """Value to compare with, drawn as a mark in the bars' unit; None for no mark."""
 
 
-def draw_bars(bars: Sequence[Bar], parts: Sequence[str] = (), mark: str = "", whole: float = 0.0) -> str:
+def draw_bars(bars: Sequence[Bar], parts: Sequence[str] = (), mark: str = "", whole: float = 0.0, *, name: str) -> str:
     """HTML of bars below each other on one scale, which ends at the longest bar, the farthest mark or `whole`.
+
+    `name` is what the chart is read out as.
 
     A legend says what colours (`parts`) and marks (`mark`) mean.
     """
@@ -43,7 +45,12 @@ def draw_bars(bars: Sequence[Bar], parts: Sequence[str] = (), mark: str = "", wh
         track = f'<span class="track">{"".join(pieces)}{at}</span>'
         lines.append(f"<div><b>{escape(bar.name)}</b>{track}<em>{escape(bar.text)}</em></div>")
     colours = {part: i for i, part in enumerate(parts) if any(i < len(bar.parts) and bar.parts[i] > 0 for bar in bars)}
-    return _draw_keys(colours, mark) + f'<div class="bars">{"".join(lines)}</div>'
+    return _draw_keys(colours, mark) + _frame(lines, name)
+
+
+def _frame(lines: Sequence[str], name: str) -> str:
+    """The lines of a chart, as a figure with a name."""
+    return f'<div class="bars" role="figure" aria-label="{escape(name)}">{"".join(lines)}</div>'
 
 
 def _title(parts: Sequence[str], i: int) -> str:
@@ -72,24 +79,51 @@ class TrackSpan(NamedTuple):
 
 
 def draw_tracks(
-    tracks: Sequence[tuple[str, Sequence[TrackSpan], str]], colours: Mapping[str, int], whole: float
+    tracks: Sequence[tuple[str, Sequence[TrackSpan], str]],
+    colours: Mapping[str, int],
+    whole: float,
+    show: Callable[[float], str],
+    *,
+    name: str,
 ) -> str:
     """Lines of pieces below each other, each with a name and a number in words, all from 0 to `whole`.
 
-    `colours` are named in a legend. Lines of many pieces are wider than the page, which scrolls sideways then.
+    `colours` are named in a legend, `show` makes the texts of the axis. Lines of many pieces are wider than the page,
+    and buttons make them wider still: they scroll sideways by themselves. `name` is what the chart is read out as.
     """
     width = _PIECE_PIXELS * max((len(pieces) for _, pieces, _ in tracks), default=0)
-    lines = []
-    for name, pieces, text in tracks:
+    style = f'style="min-width:max(14em, {width}px)"'
+    ticks = [step * _choose_step(whole) for step in range(int(whole / _choose_step(whole) + 1e-9) + 1)]
+    labels = "".join(f'<span style="left:{100 * tick / whole:.3f}%">{escape(show(tick))}</span>' for tick in ticks)
+    lines = [f'<div><b></b><span class="axis" {style}>{labels}</span><em></em></div>']
+    for label, pieces, text in tracks:
         drawn = "".join(
             f'<i{" class=pale" * piece.is_pale} style="left:{100 * piece.start / whole:.3f}%;'
             f"width:{100 * (piece.end - piece.start) / whole:.3f}%;"
             f'background:var(--c{piece.colour % _NUM_COLOURS})" title="{escape(piece.text)}"></i>'
             for piece in pieces
         )
-        track = f'<span class="track spans" style="min-width:max(14em,{width}px)">{drawn}</span>'
-        lines.append(f"<div><b>{escape(name)}</b>{track}<em>{escape(text)}</em></div>")
-    return _draw_keys(colours) + wide(f'<div class="bars">{"".join(lines)}</div>', "timeline")
+        track = f'<span class="track spans" {style}>{drawn}</span>'
+        lines.append(f"<div><b>{escape(label)}</b>{track}<em>{escape(text)}</em></div>")
+    return _draw_keys(colours) + _ZOOM + wide(_frame(lines, name), name)
+
+
+_ZOOM = (
+    '<div class="zoom" role="group" aria-label="zoom"><button type="button" data-zoom="2">+</button>'
+    '<button type="button" data-zoom="0.5">−</button><button type="button" data-zoom="0">whole</button></div>'
+)
+_MOST_TICKS = 8
+"""Most intervals of an axis."""
+
+
+def _choose_step(whole: float) -> float:
+    """The smallest of 1, 2, 2.5 and 5 times a power of ten that cuts an axis into at most `_MOST_TICKS` parts.
+
+    >>> _choose_step(13.7), _choose_step(0.9)
+    (2.0, 0.2)
+    """
+    size = 10 ** floor(log10(whole / _MOST_TICKS))
+    return next(float(factor * size) for factor in (1, 2, 2.5, 5, 10) if factor * size * _MOST_TICKS >= whole)
 
 
 class Ratio(NamedTuple):
@@ -107,8 +141,8 @@ _LEAST_APART = 0.12
 """Share of an axis below which two ticks' numbers would touch."""
 
 
-def draw_ratios(ratios: Sequence[Ratio]) -> str:
-    """HTML of a line for each ratio, all on one log scale.
+def draw_ratios(ratios: Sequence[Ratio], *, name: str) -> str:
+    """HTML of a line for each ratio, all on one log scale; `name` is what the chart is read out as.
 
     A dot stands at `middle`, a bar goes from `low` to `high`, and a mark stands at ×1, equal speed.
     """
@@ -132,7 +166,7 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
             f'<i style="left:{left:.2f}%;width:{width:.2f}%"></i>'
             f'<u{kind} style="left:{100 * place(ratio.middle):.2f}%"></u></span><em>{escape(ratio.text)}</em></div>'
         )
-    return f'<div class="bars">{"".join(lines)}</div>'
+    return _frame(lines, name)
 
 
 def draw_heat(columns: Sequence[str], rows: Mapping[str, Sequence[float | None]], name: str) -> str:

@@ -31,6 +31,8 @@ _MOST_VECTORS = 2000
 """Number of points from which on a noisy line is drawn as pixels."""
 _MOST_NAMED = 3
 """Most runs that a title names."""
+_DESK, _PHONE = (9.0, 3.6), (4.2, 3.2)
+"""Inches of a picture for a page on a desk, and for one of 400 pixels."""
 _TAIL = 10
 """Steps at the end whose mean is the final loss, as in summary.json."""
 
@@ -53,6 +55,12 @@ class RunCurves:
         """Steps, and a number of StepMetrics at each of those that have it."""
         found = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
         return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def resumes(self) -> list[int]:
+        """First steps of starts that went on from a checkpoint, under the same layout or another one."""
+        changes = {part.lines[0]["step"] for part in self.parts[1:]}
+        return sorted(changes | {line["step"] for line in self.lines if line.get("resumed")})
 
     @property
     def parts(self) -> list["RunCurves"]:
@@ -138,6 +146,7 @@ class Curves:
         self.without_steps = [run.name for run in runs if not run.lines]
         self.num_torn = sum(run.num_torn for run in runs)
         longest = max(len(run.lines) for run in self.runs)
+        self._size = _DESK
         self.smooth_steps = max(_LEAST_MEAN, longest / _MEAN_SHARE) if smooth_steps is None else smooth_steps
 
     @property
@@ -158,14 +167,22 @@ class Curves:
         for run in self.runs:
             changes = [f"from step {part.lines[0]['step']:,} as {part.layout or '?'}" for part in run.parts[1:]]
             if changes:
-                notes.append(f"{run.name} was resumed {', '.join(changes)}, where a line stands.")
+                notes.append(f"{run.name} was resumed {', '.join(changes)}, where a dashed line stands.")
+            if others := sorted({*run.resumes} - {part.lines[0]["step"] for part in run.parts[1:]}):
+                steps = ", ".join(f"{step:,}" for step in others)
+                notes.append(f"{run.name} went on from a checkpoint at step {steps}, where a dotted line stands.")
         if self.num_torn:
             notes.append(f"Lines of metrics.jsonl that cannot be read and are left out: {self.num_torn}.")
         return notes
 
-    def draw(self) -> Iterator[tuple[str, str, Figure]]:
-        """A short name, a title and a figure of each quantity that some run has measured."""
+    def draw(self, inches: tuple[float, float] = _DESK) -> Iterator[tuple[str, str, Figure]]:
+        """A short name, a title and a figure of each quantity that some run has measured, in a size."""
+        self._size = inches
         yield "loss", "Loss", self._draw_loss()
+        if any(run.read("grad_norm")[1] for run in self.runs):
+            yield "grad_norm", "Gradient norm before clipping", self._draw_line("grad_norm", "norm", 1.0)
+        if any(run.read("lr")[1] for run in self.runs):
+            yield "lr", "Learning rate", self._draw_points("lr", "learning rate")
         yield "speed", "Speed", self._draw_line("tokens_per_s", "tokens/s", 1.0)
         if any(run.read("mfu")[1] for run in self.runs):
             yield "mfu", "Model FLOPs utilization", self._draw_line("mfu", "MFU, %", 0.01)
@@ -186,7 +203,8 @@ class Curves:
         """Write table and pictures as one page; DtlayoutError if it cannot be written."""
         parts = [html.paragraph(note, "note") for note in self.notes]
         parts.append(html.table(self.list_rows(), "runs"))
-        parts += [html.heading(title) + html.picture(figure, title) for _, title, figure in self.draw()]
+        for (_, title, wide), (_, _, narrow) in zip(self.draw(), self.draw(_PHONE), strict=True):
+            parts.append(html.heading(title) + html.picture(wide, title, narrow))
         html.write_page(path, self.title, parts)
 
     def write_pictures(self, folder: Path) -> list[Path]:
@@ -224,6 +242,18 @@ class Curves:
         axes.set_ylim(bottom=0)
         return _end(figure)
 
+    def _draw_points(self, key: str, unit: str) -> Figure:
+        """A quantity that is not noisy, as it is."""
+        figure, axes = self._begin(unit)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        for colour, run in self._coloured():
+            steps, values = run.read(key)
+            if steps:
+                marker = "o" if len(steps) == 1 else None
+                axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=4, label=run.name)
+        axes.set_ylim(bottom=0)
+        return _end(figure)
+
     def _draw_peaks(self, unit: str, size: int) -> Figure:
         figure, axes = self._begin(unit)
         for colour, run in self._coloured():
@@ -250,9 +280,9 @@ class Curves:
         )  # fmt: skip
 
     def _begin(self, unit: str) -> tuple[Figure, Axes]:
-        figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+        figure, axes = plt.subplots(figsize=self._size, layout="constrained")
         axes.set(xlabel="step", ylabel=unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9 if self._size == _DESK else 4))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:,.12g}")
         axes.spines[["top", "right"]].set_visible(False)
@@ -262,10 +292,12 @@ class Curves:
         return figure, axes
 
     def _mark_resumes(self, axes: Axes) -> None:
-        """A thin line in the run's colour where each other layout begins."""
+        """A thin line in the run's colour where a start went on: dashed under another layout, dotted under the same."""
         for colour, run in self._coloured():
-            for part in run.parts[1:]:
-                axes.axvline(part.lines[0]["step"], color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
+            changes = {part.lines[0]["step"] for part in run.parts[1:]}
+            for step in run.resumes:
+                dashes = (4, 2) if step in changes else (1, 2)
+                axes.axvline(step, color=colour, linewidth=0.8, linestyle=(0, dashes))
 
     def _coloured(self) -> Iterator[tuple[Any, RunCurves]]:
         """Pairs of a run and its colour, which is the same in every picture."""
@@ -277,7 +309,8 @@ def _end(figure: Figure) -> Figure:
     (axes,) = figure.axes
     axes.set_xlim(left=0)
     _, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(len(labels), 110 // (max(map(len, labels)) + 6)))
+    letters = int(12 * figure.get_figwidth())
+    columns = max(1, min(len(labels), letters // (max(map(len, labels)) + 6)))
     figure.legend(loc="outside upper right", fontsize=8, ncols=columns, frameon=False)
     return figure
 

@@ -7,6 +7,7 @@ than a phone stands in an element that does.
 import html
 import io
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from itertools import zip_longest
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks for a display
+if "ipykernel" not in sys.modules:  # a notebook shows pictures itself
+    matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks for a display
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -44,6 +46,19 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
         f"<body><h1>{name}</h1>{''.join(parts)}<script>{script}</script></body></html>\n"
     )
     write(path, page, "page")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, which no window and no other figure knows."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def fragment(title: str, parts: Iterable[str]) -> str:
+    """HTML parts as a piece of another page, such as a notebook's, on which their style has no effect elsewhere."""
+    style = files("dtlayout.report").joinpath("page.css").read_text("utf-8")
+    style = re.sub(r"^( *)(?::root|body)(?= \{)", r"\1&", style, flags=re.MULTILINE)
+    inside = f'<section role="region" aria-label="{html.escape(title)}">{subheading(title)}{"".join(parts)}</section>'
+    return f'<div class="dtlayout"><style>.dtlayout {{\n{style}}}</style>{inside}</div>'
 
 
 def escape(text: str) -> Markup:
@@ -125,19 +140,28 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]], heads: Sequence[s
     return f"<table{attributes}><thead><tr>{''.join(heads)}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def picture(figure: Figure, name: str) -> str:
+def picture(figure: Figure, name: str, narrow: Figure | None = None) -> str:
     """A figure as SVG with words that can be selected, which is closed; `name` is what it is read out as.
 
-    Greys become mixtures of the page's ink and paper, ACCENT and MARK its own, so that all follow light and dark.
+    Greys become mixtures of the page's ink and paper, ACCENT and MARK its own, so that all follow light and dark. Where
+    a page is narrow `narrow` stands in its place, whole; without one the figure scrolls sideways.
     """
+    if narrow is None:
+        return wide(_to_svg(figure, name), name)
+    desk, phone = wide(_to_svg(figure, name), name), _to_svg(narrow, name)
+    return f'<div class="desk">{desk}</div><div class="phone">{phone}</div>'
+
+
+def _to_svg(figure: Figure, name: str) -> str:
     text = io.StringIO()
     with plt.rc_context({"svg.fonttype": "none"}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     plt.close(figure)
-    _, tag, drawing = text.getvalue().partition("<svg")  # what is before belongs to a file of its own
-    drawing = (tag + drawing).replace(ACCENT, "var(--accent)").replace(MARK, "var(--mark)")
-    return wide(re.sub(r"#([0-9a-f]{2})\1\1\b", _mix, drawing), name)
+    _, _, drawing = text.getvalue().partition("<svg")  # what is before belongs to a file of its own
+    drawing = f'<svg role="img" aria-label="{html.escape(name)}"' + drawing
+    drawing = drawing.replace(ACCENT, "var(--accent)").replace(MARK, "var(--mark)")
+    return re.sub(r"#([0-9a-f]{2})\1\1\b", _mix, drawing)
 
 
 def _mix(grey: re.Match[str]) -> str:

@@ -51,6 +51,19 @@ function filter(table, text, output) {
   output.textContent = problem || (shown ? `${shown} of ${rows.length} shown` : `None of ${rows.length} matches: ask for less.`);
 }
 
+// Wider or narrower tracks: the middle of what is seen stays where it is.
+for (const button of document.querySelectorAll('.zoom button')) {
+  button.addEventListener('click', () => {
+    const box = button.parentElement.nextElementSibling, factor = Number(button.dataset.zoom);
+    const middle = (box.scrollLeft + box.clientWidth / 2) / box.scrollWidth;
+    const tracks = box.querySelectorAll('.spans, .axis'), width = factor * tracks[0].getBoundingClientRect().width;
+    for (const track of tracks) {
+      track.dataset.least ??= track.style.minWidth;
+      track.style.minWidth = factor ? `${Math.min(width, 1e5)}px` : track.dataset.least;
+    }
+    box.scrollLeft = middle * box.scrollWidth - box.clientWidth / 2;
+  });
+}
 for (const button of document.querySelectorAll('th[aria-sort] button')) {
   button.addEventListener('click', () => sortBy(button.closest('table'), button.closest('th').cellIndex));
 }

@@ -105,7 +105,7 @@ class Report:
         open_ones = [finding for finding in self.findings if finding not in settled]
         parts = []
         if ratios := [_to_ratio(finding) for finding in settled if finding.quartiles]:
-            parts += [html.paragraph(_READING, "note"), draw_ratios(ratios)]
+            parts += [html.paragraph(_READING, "note"), draw_ratios(ratios, name="speed of each choice")]
         parts.append(html.bullets(f"{finding.question.name}: {finding.describe()}." for finding in settled))
         if not settled:
             parts = [html.paragraph("These rows settle none of the questions below.")]
@@ -122,7 +122,11 @@ class Report:
                 each.share_of_all)
             for each in sorted(settled, key=lambda each: -each.share)
         ]  # fmt: skip
-        parts = [draw_bars(bars, ["share of the fastest tenth"], "share of all that ran", 1.0)] if bars else []
+        parts = (
+            [draw_bars(bars, ["share of the fastest tenth"], "share of all that ran", 1.0, name="shares of choices")]
+            if bars
+            else []
+        )
         if open_ones:
             sentences = (f"{each.name}: {each.describe()}." for each in open_ones)
             parts.append(html.fold(f"{plural(len(open_ones), 'choice')} on which they differ", html.bullets(sentences)))
@@ -192,7 +196,7 @@ class Report:
             for row in shown
             for peak, predicted in [((row.run.peak_bytes or 0) / size, row.estimate.memory[0].total / size)]
         ]
-        return draw_bars(bars, ["measured"], "predicted")
+        return draw_bars(bars, ["measured"], "predicted", name="measured and predicted")
 
     def _list_rows(self, rows: Sequence[Prediction]) -> list[list[str]]:
         """A line for each row, below the names of the columns that some row has."""

@@ -54,8 +54,20 @@ def _parts(timelines: Mapping[str, Timeline], placement: Placement, findings: Se
         transfers = {each.name for rank in timeline.transfers for each in rank}
         legend = {_NAMES[kind]: _COLOURS[kind] for kind in kinds}
         legend |= {name: colour for name, colour in _TRANSFERS.items() if name in transfers}
-        yield draw_tracks(tracks, legend, scales[name])
+        show = _show_seconds if timeline.knows_time else "{:.0%}".format
+        yield draw_tracks(tracks, legend, scales[name], show, name=f"{name} timeline")
     yield html.paragraph(_NOTATION, "note")
+
+
+def _show_seconds(seconds: float) -> str:
+    """A place on the axis.
+
+    >>> _show_seconds(0.25), _show_seconds(2.5), _show_seconds(0.0)
+    ('250 ms', '2.5 s', '0')
+    """
+    if not seconds:
+        return "0"
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def _to_piece(span: Span, placement: Placement, timeline: Timeline) -> TrackSpan:

@@ -2,11 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from dtlayout.base.refusals import Refusal, describe, refuse
+from dtlayout.base.refusals import Refusal, describe, refuse, show_value
 from dtlayout.base.validators import one_of
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel, Kernel, KernelRequest, Package
@@ -16,7 +16,10 @@ from dtlayout.spec.recompute import Recompute
 
 Compile = Literal["none", "blocks", "loss", "model"]
 OpenCompile = Literal["auto", "none", "blocks", "loss", "model"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 AUTO = "auto"
+COMPILE_OPTIONS = ("compile_mode", "compile_fullgraph")
+"""Keys that say how torch.compile does its work: no search varies them, and no prediction reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,18 @@ class Kernels:
     compile: Compile = "none"
     """Parts that torch.compile compiles: each block by itself (blocks), the loss (loss), or a whole pipeline stage
     (model)."""
+    compile_mode: CompileMode = "default"
+    """`mode` of torch.compile. reduce-overhead and max-autotune record CUDA graphs, whose memory is not predicted."""
+    compile_fullgraph: bool = False
+    """`fullgraph` of torch.compile: whether what would break the graph is an error, with its place and its reason."""
 
     def __post_init__(self) -> None:
         _check_names(self)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Key → value of each key that a search may vary and a prediction reads."""
+        return _choices_of(self)
 
     @property
     def compiles_blocks(self) -> bool:
@@ -53,7 +65,7 @@ class Kernels:
     @property
     def records(self) -> list[Kernel]:
         """The record of each of them in the kernel table."""
-        return [KERNELS[name][value] for name, value in vars(self).items() if name != "compile"]
+        return [KERNELS[name][value] for name, value in self.choices.items() if name != "compile"]
 
     def used(self, request: KernelRequest) -> list[Kernel]:
         """The records of those whose operation the model has."""
@@ -69,6 +81,10 @@ class Kernels:
         A fact about the device that is not known refuses nothing.
         """
         return describe(_find_broken(self, request))
+
+
+def _choices_of(kernels: "Kernels | OpenKernels") -> dict[str, str]:
+    return {name: value for name, value in vars(kernels).items() if name not in COMPILE_OPTIONS}
 
 
 def _find_broken(kernels: Kernels, request: KernelRequest) -> list[Refusal]:
@@ -147,6 +163,21 @@ def _check_experts_compiled(kernels: Kernels, request: KernelRequest) -> Iterato
         )
 
 
+def _check_compile_options(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
+    """Options of torch.compile stand beside something that is compiled, and a whole graph where there can be one."""
+    if kernels.compile == "none":
+        for key in COMPILE_OPTIONS:
+            if (value := getattr(kernels, key)) != getattr(Kernels, key):
+                said = f"kernels.{key}={show_value(value)} has no effect where kernels.compile=none"
+                yield Refusal(key, said, f"use kernels.compile=blocks, or leave out kernels.{key}")
+    if request.expert_widths and kernels.compile_fullgraph and kernels.compiles_blocks:
+        yield Refusal(
+            "compile_fullgraph",
+            "kernels.compile_fullgraph=true: counts of tokens break the graph of a block with experts",
+            "use kernels.compile_fullgraph=false",
+        )
+
+
 def _check_offload(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
     """Activations that lie on the host are copied between blocks, which are no single program."""
     if request.offloads_activations and kernels.compile == "model":
@@ -193,7 +224,7 @@ def _check_repeatable(kernels: Kernels, request: KernelRequest) -> Iterator[Refu
 
 _RULES: tuple[Callable[[Kernels, KernelRequest], Iterator[Refusal]], ...] = (
     _check_device, _check_packages, _check_parts, _check_expert_widths, _check_split_backward,
-    _check_experts_compiled, _check_offload,
+    _check_experts_compiled, _check_compile_options, _check_offload,
     _check_random_state, _check_repeatable,
 )  # fmt: skip
 
@@ -232,6 +263,10 @@ class OpenKernels:
     """`Kernels.experts`. auto: the fastest that will do."""
     compile: OpenCompile = "auto"
     """`Kernels.compile`. auto: blocks on CUDA, where compiled blocks are faster, and none on a CPU."""
+    compile_mode: CompileMode = "default"
+    """`Kernels.compile_mode`."""
+    compile_fullgraph: bool = False
+    """`Kernels.compile_fullgraph`."""
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -289,9 +324,12 @@ def _choose_compile(request: KernelRequest) -> tuple[Compile, str]:
     return "blocks", "it fuses what is elementwise, and spares the host"
 
 
-def _list_names(of: "type[Kernels | OpenKernels]", key: str) -> list[str]:
+def _list_names(of: "type[Kernels | OpenKernels]", key: str) -> list[Any]:
     """Values that a key may have: the names of kernels, and auto where that is the default."""
-    names = get_args(Compile) if key == "compile" else KERNELS[key]
+    own: dict[str, Sequence[Any]] = {
+        "compile": get_args(Compile), "compile_mode": get_args(CompileMode), "compile_fullgraph": (False, True),
+    }  # fmt: skip
+    names = own.get(key) or KERNELS[key]
     return [*([AUTO] if getattr(of, key) == AUTO else []), *names]
 
 

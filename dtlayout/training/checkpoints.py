@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dtlayout.base.errors import CheckpointError, DtlayoutError
-from dtlayout.base.formatting import find_version, plural
+from dtlayout.base.formatting import plural
+from dtlayout.base.version import VERSION
 from dtlayout.checkpoint.adapter import export_adapter
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
@@ -113,7 +114,7 @@ class Checkpoints:
             "samples": samples,
             "layout": str(layout),
             "ranks": layout.world_size,
-            "versions": {"dtlayout": find_version("dtlayout"), "torch": torch.__version__},
+            "versions": {"dtlayout": VERSION, "torch": torch.__version__},
             "config": resolved.to_toml(),
         }
         facts |= {"base": origin["base"]} if "base" in origin else {}  # the frozen model beside an adapter

@@ -66,6 +66,8 @@ class StepMetrics:
     """Factor of the loss in backward, so that fp16 holds its gradients; None where it is not scaled."""
     layout: str = ""
     """Printed layout of this step; a resumed run may go on in another layout."""
+    resumed: bool = False
+    """Whether this is the first step of a start that went on from a checkpoint."""
     fullest_expert: float | None = None
     """Tokens of the fullest expert over the mean of its block, in the block where that is highest; None without
     experts, as all of these."""

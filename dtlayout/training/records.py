@@ -68,6 +68,7 @@ class Records(Observer):
         self._trackers = Trackers(self.display.say)
         self._speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self._step_times_s: list[float] = []
+        self._goes_on = False
         self.skipped: list[int] = []
         """Steps of this start that updated nothing, because loss or norm was not finite."""
         self.executed: dict[str, list[str]] = {}
@@ -144,6 +145,7 @@ class Records(Observer):
 
     def open(self, resolved: Config, done: int) -> None:
         """Open files and trackers, without anything after the `done` steps; `resolved` reproduces the run."""
+        self._goes_on = done > 0
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "config.toml", resolved.to_toml())
@@ -174,6 +176,7 @@ class Records(Observer):
             spike=step.is_spike,
             loss_scale=step.result.loss_scale,
             layout=str(self.layout),
+            resumed=self._goes_on and len(self._step_times_s) == 1,
             **_describe_routing(step.result.routing, self.layout.ep),  # type: ignore[arg-type]
             **self._speed.describe(step.time_s),  # type: ignore[arg-type]
         )

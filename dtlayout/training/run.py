@@ -7,7 +7,7 @@ them, in order, is `make_observers` (observers/order.py).
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -146,6 +146,7 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     exit_code = None
     try:
         with records.display:
+            inputs.stop.on_wish = partial(_say_what_is_waited_for, records.display.say, watch)
             is_stopped = _is_stopped(inputs.stop, checkpoints.host)
             for observer in () if is_stopped else observers:
                 observer.at_start()
@@ -162,6 +163,12 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     watch.at("waiting for the others to end", is_long=True, waits=True)
     dist.barrier(group=checkpoints.host)
     return exit_code, checkpoints
+
+
+def _say_what_is_waited_for(say: Callable[[str], None], watch: Watchdog) -> None:
+    """Tell people that their signal was heard, for a step and a checkpoint may take minutes."""
+    step = watch.step  # the wish travels with its numbers, or with those of the next one if they are on their way
+    say(f"finishing step {step} or {step + 1}, then a checkpoint" if step else "stopping before the first step")
 
 
 def _before_action(watch: Watchdog, observers: Sequence[Observer], action: Action | None) -> None:

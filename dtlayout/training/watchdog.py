@@ -107,6 +107,11 @@ class Watchdog:
         self._status.write(doing, waits=waits)
         self._limit_s = self._patience_s if is_long else self._timeout_s
 
+    @property
+    def step(self) -> int:
+        """Number of the step that goes on, from 1; 0 before the first."""
+        return self._status.step
+
     def begin_step(self, step: int) -> None:
         """Note that a step begins, by its number from 1."""
         self._status.step = step

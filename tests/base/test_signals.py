@@ -31,3 +31,17 @@ def test_until_something_has_begun_a_signal_is_heard_of_beside_whatever_the_main
         stop.begin()
         os.kill(os.getpid(), signal.SIGTERM)
     assert not ended.is_set()
+
+
+def test_people_hear_once_and_at_once_that_a_signal_waits_for_the_step() -> None:
+    told, times = threading.Event(), []
+    with note_signals() as stop:
+        stop.on_wish = lambda: (times.append(1), told.set())
+        stop.early_end = lambda: None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not told.wait(0.05)
+        stop.begin()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert told.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert times == [1]

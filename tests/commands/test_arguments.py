@@ -9,8 +9,9 @@ import pytest
 from tiny import write_tiny
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.cli import COMMANDS, main
+from dtlayout.cli import main
 from dtlayout.commands.arguments import check_options, show
+from dtlayout.commands.overview import COMMANDS
 
 
 def list_actions(command: str) -> list[argparse.Action]:

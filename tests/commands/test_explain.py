@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
+from dtlayout.base.refusals import show_value
 from dtlayout.cli import main
 from dtlayout.commands.explain import EXAMPLE
 from dtlayout.costmodel.memory import MemoryEstimate
@@ -253,7 +254,7 @@ def test_auto_is_explained_as_the_kernels_that_it_stands_for(files, capsys):
     arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--json")
     document = json.loads(explain(capsys, *arguments))
     assert (document["kernels"]["attention"], document["kernels"]["compile"]) == ("sdpa-cudnn", "blocks")
-    named = (f"--kernels.{name}={value}" for name, value in document["kernels"].items())
+    named = (f"--kernels.{name}={show_value(value)}" for name, value in document["kernels"].items())
     assert document == json.loads(explain(capsys, *arguments, *named))
     other = json.loads(explain(capsys, *arguments, "--engine", "torchtitan"))
     assert (other["kernels"]["attention"], other["kernels"]["compile"]) == ("sdpa-flash", "none")

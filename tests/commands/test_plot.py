@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from browser import check_readable, needs_browser
+from browser import ask_browser, check_readable, needs_browser
 from tiny import write_tiny
 
 from dtlayout.cli import main
@@ -64,11 +64,12 @@ def test_runs_of_any_length_are_one_page_and_pictures(tmp_path, capsys):
     }  # fmt: skip
     assert (going_on["outcome"], going_on["steps"], going_on["MFU"]) == ("running", "7", "")
     assert (short["loss"], short["validation"], short["peak memory"]) == ("5.0000", "", "")
-    pictures = [f"new/pictures/{name}.png" for name in ("loss", "speed", "mfu", "memory")]
+    pictures = [f"new/pictures/{name}.png" for name in ("loss", "grad_norm", "lr", "speed", "mfu", "memory")]
     assert found["files"] == ["all.html", *pictures]
     assert all(Path(path).read_bytes().startswith(PNG) for path in pictures)
     page = Path("all.html").read_text()
-    assert page.count("<svg") == 4 and page.count("<h2>") == 4
+    assert page.count("<svg") == 12 and page.count("<h2>") == 6  # one picture for a desk, one for a phone
+    assert page.count('<svg role="img" aria-label="Learning rate"') == 2
     assert not re.search(r'(?:src|href)="(?!#|data:)', page)  # it needs no other file
     assert any("left out: 1" in note for note in found["notes"])
 
@@ -84,7 +85,7 @@ def test_without_options_there_is_a_page_here_and_with_png_alone_there_is_none(t
 
 def test_a_quantity_that_nobody_measured_has_no_picture_and_no_column(tmp_path, capsys):
     found = answer(capsys, write_run(tmp_path / "run", 1), "--png", "pictures")
-    assert found["files"] == ["pictures/loss.png", "pictures/speed.png"]
+    assert found["files"] == [f"pictures/{name}.png" for name in ("loss", "grad_norm", "lr", "speed")]
     assert found["runs"][0].keys() == {"run", "outcome", "steps", "loss", "tokens/s"}
 
 
@@ -126,7 +127,7 @@ def test_a_run_that_was_resumed_under_another_layout_has_a_row_for_each(tmp_path
     assert (first["layout"], first["steps"], first["outcome"]) == ("tp2+sp mb2 zero1", "1 to 12", "resumed")
     assert (last["layout"], last["steps"], last["outcome"]) == ("dp4 mb1 zero3", "13 to 30", "done")
     assert (first["tokens/s"], last["tokens/s"]) == ("512", "128")
-    assert "run was resumed from step 13 as dp4 mb1 zero3, where a line stands." in found["notes"]
+    assert "run was resumed from step 13 as dp4 mb1 zero3, where a dashed line stands." in found["notes"]
     assert "dp4 mb1 zero3" in Path("all.html").read_text()
 
 
@@ -186,3 +187,38 @@ def test_a_mean_follows_a_level_and_lags_little_where_it_falls_fast():
     assert max(mean - value for mean, value in zip(smooth(falling, 1000), falling, strict=True)) < 0.4
     noisy = smooth([1.0, -1.0] * 500, 50)
     assert max(map(abs, noisy[500:])) < 0.03
+
+
+def test_starts_that_went_on_are_marked_and_changed_layouts_otherwise(tmp_path):
+    lines = [asdict(metrics(step, layout="dp2 mb1 zero1" if step < 7 else "tp2 mb1 zero1")) for step in range(1, 13)]
+    for step in (4, 7):
+        lines[step - 1]["resumed"] = True
+    run = write_run(tmp_path / "run", 1)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = Curves(read_runs([run]), 1.0)
+    assert curves.runs[0].resumes == [4, 7]
+    for _, _, figure in curves.draw():
+        marks = [line for line in figure.axes[0].get_lines() if len(set(line.get_xdata())) == 1]
+        dashes = {
+            line.get_xdata()[0]: tuple(line._unscaled_dash_pattern[1])
+            for line in marks
+            if line.is_dashed() and line.get_linewidth() == 0.8
+        }
+        assert dashes == {4: (1, 2), 7: (4, 2)}
+    assert any("went on from a checkpoint at step 4, where a dotted line stands" in note for note in curves.notes)
+    assert any("resumed from step 7 as tp2 mb1 zero1, where a dashed line stands" in note for note in curves.notes)
+
+
+def test_learning_rate_and_gradient_norm_are_drawn_as_they_are(tmp_path):
+    figures = {name: figure for name, _, figure in Curves(read_runs([write_run(tmp_path / "run", 20)]), 1.0).draw()}
+    assert list(figures["lr"].axes[0].get_lines()[0].get_ydata()) == [1e-3] * 20
+    assert list(figures["grad_norm"].axes[0].get_lines()[0].get_ydata()) == [0.5] * 20
+
+
+@needs_browser
+def test_pictures_are_whole_on_a_phone(tmp_path, capsys):
+    answer(capsys, write_run(tmp_path / "run", 30, mfu=0.4), "--page", "all.html")
+    script = """return [...page.querySelectorAll('svg')].filter(each => each.getBoundingClientRect().width > 0).map(
+        each => [each.getBoundingClientRect().right, each.closest('.phone') !== null])"""
+    found = ask_browser(tmp_path / "all.html", script, width=400)
+    assert len(found) == 6 and all(right <= 400 and is_phone for right, is_phone in found)

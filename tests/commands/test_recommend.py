@@ -1,6 +1,7 @@
 """dtlayout recommend: the best layouts with their reasons, and every question that can be asked of them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_where_all_is_fixed_there_are_no_other_choices(capsys, tmp_path):
     page, fixed = tmp_path / "best.html", "dp16 mb1 zero3 sdpa-flash loss linear compile none"
     assert main(["recommend", *LLAMA, "--fix", fixed, "--page", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert not any(line.startswith("Against") for line in lines) and lines[-1] == "1 layout."
+    assert not any(line.startswith("Against") for line in lines) and "1 layout." in lines
     assert all(any(pair) for pair in pairwise(lines)), "no two empty lines"
     assert page.exists()
 
@@ -500,3 +501,30 @@ def test_a_cpu_that_nobody_calibrated_is_told_apart(capsys):
     )
     assert ask(capsys, *DEBUG, "--top", "1")["scenario"]["knows_time"] is False
     assert ask(capsys, *QWEN, "--top", "1")["scenario"]["knows_time"] is True
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_lines_are_folded_at_the_terminals_width_and_the_answer_comes_first(monkeypatch, capsys, columns):
+    asked = ["recommend", "--model", "llama3.1-8b", "--gpu", "h100-80g-sxm", "--gpus", "64", "--seq-len", "8192"]
+    asked += ["--global-batch", "512", "--baseline", "thumb", "--why-not", "pp=4", "--tokens", "15T"]
+    texts = {}
+    for width in (columns, 1000):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(asked) == 0
+        texts[width] = capsys.readouterr().out
+    lines = texts[columns].splitlines()
+    assert max(map(len, lines)) <= columns
+    first = next(i for i, line in enumerate(lines) if line.startswith("   layout"))
+    assert first <= 3 and next(i for i, line in enumerate(lines) if line.startswith("engine dtlayout")) > 30
+    if columns == 80:  # a name stands above its numbers
+        assert lines[first + 2].startswith("1  ") and "█" in lines[first + 3] and "tokens/s/GPU" in lines[first + 1]
+    for word in ("faster than 2", "Why not", "rule of thumb", "GPU-hours"):
+        assert word in " ".join(texts[columns].split()) and word in texts[1000]
+
+
+def test_a_terminal_of_unknown_width_has_80_columns(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda unknown=(80, 24): os.terminal_size(unknown))
+    asked = ["--model", "llama-7b", "--gpu", "a100", "--gpus", "8", "--seq-len", "2048", "--global-batch", "64"]
+    assert main(["recommend", *asked]) == 0
+    assert 70 < max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -125,3 +125,30 @@ def test_generated_code_computes_the_same():
 def test_a_printed_plan_says_what_is_compiled(compile, row):
     lines = str(make_plan(MODEL, Layout(), Kernels(compile=compile), Precision())).splitlines()
     assert [line.split() for line in lines if "compiled" in line] == [[row, "compiled:", compile]]
+
+
+@pytest.mark.parametrize("compile", ["blocks", "loss", "model"])
+def test_options_of_the_plan_reach_torch_compile(monkeypatch, compile):
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: seen.append(options) or function)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: seen.append(options))
+    kernels = Kernels(compile=compile, compile_mode="max-autotune", compile_fullgraph=True)
+    plan = make_plan(MODEL, Layout(), kernels, Precision())
+    assert f"compiled: {compile}, max-autotune, whole" in str(plan)
+    model = Llama(MODEL, kernels, max_seq_len=16)
+    options = {"mode": plan.compile_mode, "fullgraph": plan.compile_fullgraph}
+    prepare_blocks(model, BLOCKS, plan.recompute, compiles=compile == "blocks", compile_options=options)
+    compile_rest(model, plan.compile, options)
+    assert seen and all(each == {"mode": "max-autotune", "fullgraph": True} for each in seen)
+
+
+def test_a_whole_graph_is_one_or_an_error():
+    class Block(nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x + 1
+
+    model = nn.Sequential(Block())
+    prepare_blocks(model, "*", Recompute.parse("none"), compiles=True, compile_options={"fullgraph": True})
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(torch.zeros(2))

@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 from browser import ask_browser, check_readable, needs_browser
 
 from dtlayout.report import html
-from dtlayout.report.charts import Bar, Ratio, draw_bars, draw_heat, draw_ratios
+from dtlayout.report.charts import Bar, Ratio, TrackSpan, draw_bars, draw_heat, draw_ratios, draw_tracks
 
 ROWS = [
     ["layout", "MFU, %", "peak, GiB", "tp", "outcome"],
@@ -72,8 +73,12 @@ def test_charts_and_wide_tables_fit_a_phone(tmp_path):
     names = ["a layout with a long name recompute=keep-attention", "b"]
     heat = draw_heat([f"tp {2**i}" for i in range(12)], {name: [50.0, None] * 6 for name in names}, "heat")
     parts = [
-        draw_bars([Bar(name, [3.0, 1.0], "4.00 GiB", 3.5) for name in names], ["weights", "rest"], "predicted"),
-        draw_ratios([Ratio(names[0], 0.3, 0.9, 1.1, "×0.90; 116 fit only without"), Ratio("b", 1.0, 2.0, 4.0, "×2")]),
+        draw_bars(
+            [Bar(name, [3.0, 1.0], "4.00 GiB", 3.5) for name in names], ["weights", "rest"], "predicted", name="a"
+        ),
+        draw_ratios(
+            [Ratio(names[0], 0.3, 0.9, 1.1, "×0.90; 116 fit only without"), Ratio("b", 1.0, 2.0, 4.0, "×2")], name="b"
+        ),
         heat,
         html.sorted_table(
             [[*ROWS[0], *"abcdefghijkl"], *([*row, *["a long cell"] * 12] for row in ROWS[1:])], "t", "tp"
@@ -97,7 +102,7 @@ def test_labels_that_meet_and_a_page_that_is_too_wide_are_found(tmp_path, fault)
 def test_what_people_wrote_is_no_markup(tmp_path):
     parts = [
         html.table([["<b>", "n"], ["<script>alert(1)</script>", "2"]]),
-        draw_bars([Bar("<i>", [1.0], "&")], ['"']),
+        draw_bars([Bar("<i>", [1.0], "&")], ['"'], name="<img>"),
         html.fold("<s>", html.bullets(["<u>"])),
     ]
     html.write_page(tmp_path / "page.html", "<title>", parts)
@@ -108,3 +113,44 @@ def test_what_people_wrote_is_no_markup(tmp_path):
 
 def test_a_table_without_rows_has_its_headings():
     assert "<tbody></tbody>" in html.table([["layout", "MFU, %"]])
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1400, 400])
+def test_a_timeline_has_an_axis_and_grows_where_one_asks_for_it(tmp_path, width):
+    spans = [TrackSpan(i, i + 1, 0, False, f"0F{i}") for i in range(10)]
+    chart = draw_tracks([("rank 0", spans, "5 %")], {"forward": 0}, 10.0, "{:g} s".format, name="predicted timeline")
+    html.write_page(tmp_path / "page.html", "timeline", [chart])
+    script = """
+    const track = page.querySelector('.spans'), box = page.querySelector('[aria-label="predicted timeline"].wide');
+    const press = name => [...page.querySelectorAll('.zoom button')].find(each => each.textContent === name).click();
+    const wide = () => Math.round(track.getBoundingClientRect().width), before = wide();
+    const ticks = [...page.querySelectorAll('.axis > span')].map(each => each.textContent);
+    const left = each => each.getBoundingClientRect().left, tick = page.querySelectorAll('.axis > span')[2];
+    const share = () => Math.round(100 * (left(tick) - left(track)) / wide());
+    const early = share();
+    press('+'); press('+'); press('+');
+    const grown = wide(), late = share(), scrolls = box.scrollWidth > box.clientWidth;
+    press('whole');
+    return [ticks, grown / before, wide() === before, early, late, scrolls,
+        page.documentElement.scrollWidth <= page.documentElement.clientWidth];
+    """
+    ticks, grown, is_whole, early, late, scrolls, page_fits = ask_browser(tmp_path / "page.html", script, width=width)
+    assert ticks == ["0 s", "2 s", "4 s", "6 s", "8 s", "10 s"]
+    assert abs(grown - 8) < 0.2 and is_whole and scrolls and page_fits
+    assert abs(early - late) <= 12  # a label is centred on its place
+
+
+def test_every_chart_has_a_role_and_a_name():
+    bars = draw_bars([Bar("a", [1.0], "1")], name="memory <of> ranks")
+    ratios = draw_ratios([Ratio("a", 0.9, 1.0, 1.1, "×1")], name="speeds")
+    tracks = draw_tracks([("rank 0", [], "")], {}, 1.0, str, name="a step")
+    heat = draw_heat(["tp 1"], {"pp 1": [1.0]}, "rows by degrees")
+    for chart, role, name in (
+        (bars, "figure", "memory &lt;of&gt; ranks"), (ratios, "figure", "speeds"), (tracks, "figure", "a step"),
+        (heat, "region", "rows by degrees"),
+    ):  # fmt: skip
+        assert re.search(rf'role="{role}"[^>]* aria-label="{name}"', chart)
+    figure, axes = plt.subplots()
+    axes.plot([1, 2])
+    assert '<svg role="img" aria-label="loss"' in html.picture(figure, "loss")

@@ -24,7 +24,7 @@ from dtlayout.spec.kernel_table import (
     list_kernels,
     register_kernel,
 )
-from dtlayout.spec.kernels import Kernels, OpenKernels, find_alternative
+from dtlayout.spec.kernels import COMPILE_OPTIONS, Kernels, OpenKernels, find_alternative
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts
 
@@ -372,8 +372,10 @@ def test_a_function_is_given_or_named():
     assert NormKernel(name="mine", function=len).load() is len
 
 
-def test_every_field_of_kernels_but_compile_is_an_operation():
-    assert {f.name for f in fields(Kernels)} - {"compile"} == {kernel.operation for kernel in list_kernels(Kernel)}
+def test_every_field_of_kernels_but_those_of_compile_is_an_operation():
+    assert {f.name for f in fields(Kernels)} - {"compile", *COMPILE_OPTIONS} == {
+        kernel.operation for kernel in list_kernels(Kernel)
+    }
 
 
 def test_a_package_inside_one_that_is_not_here_is_not_here_either(monkeypatch):
@@ -475,3 +477,31 @@ def test_the_widths_of_experts_are_those_of_the_model():
         KernelRequest.of(CUDA, m, "bfloat16", Layout(), document_mask=False).expert_widths for m in (dense, mixture)
     ]
     assert widths == [(), (4096, 1024)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"compile_mode": "max-autotune"},
+            "kernels.compile_mode=max-autotune has no effect where ",
+        ),
+        ({"compile_fullgraph": True}, "kernels.compile_fullgraph=true has no effect where kernels.compile=none"),
+    ],
+)
+def test_options_of_a_compiler_that_compiles_nothing_are_refused(asked, said):
+    request = KernelRequest(device=Device("cuda"), compute="bfloat16")
+    problems = Kernels(**asked).problems(request)
+    assert len(problems) == 1 and problems[0].startswith(said)
+    assert Kernels(compile="blocks", **asked).problems(request) == []
+
+
+def test_a_whole_graph_of_a_block_with_experts_is_refused():
+    request = KernelRequest(device=Device("cuda"), compute="bfloat16", expert_widths=(64, 64))
+    kernels = Kernels(compile="blocks", compile_fullgraph=True, experts="grouped")
+    assert any("counts of tokens break the graph" in each for each in kernels.problems(request))
+
+
+def test_an_unknown_mode_is_refused_with_those_that_there_are():
+    with pytest.raises(InvalidConfig, match=r"kernels\.compile_mode='fast' is unknown; use one of \['default', "):
+        OpenKernels(compile_mode="fast")

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 
-from dtlayout.cli import COMMANDS, STAGES
+from dtlayout.commands.overview import COMMANDS, STAGES
 
 HEAD = """\
 # Commands

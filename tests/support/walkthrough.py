@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from math import isclose
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 from dtlayout.cli import main
 
@@ -25,6 +26,8 @@ _BLOCK = re.compile(
 )
 _RANGE = re.compile(r"\(\S+ to \S+\)")
 _LEFT_OUT = "…"
+_COLUMNS = "1000"
+"""Width of the terminal that pages show: nothing is folded, so that a regular expression finds whole lines."""
 
 
 class Block(NamedTuple):
@@ -42,7 +45,8 @@ class Block(NamedTuple):
             return shorten(Path(arguments[0]).read_text(encoding="utf-8").splitlines(), self.shows)
         assert program == "dtlayout", f"{program} is no program that a page may run"
         out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        terminal = mock.patch.dict(os.environ, COLUMNS=_COLUMNS)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), terminal:
             main(arguments)
         return shorten(out.getvalue().splitlines(), self.shows)
 

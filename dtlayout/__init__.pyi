@@ -1,0 +1,65 @@
+"""Types of the public names; tests/support/api_page.py writes this file."""
+
+from dtlayout.api.answers import DryRunRanks as DryRunRanks
+from dtlayout.api.answers import ExplainedLayout as ExplainedLayout
+from dtlayout.api.answers import PredictedLayout as PredictedLayout
+from dtlayout.api.answers import RecommendedLayouts as RecommendedLayouts
+from dtlayout.api.pieces import pipeline as pipeline
+from dtlayout.api.pieces import train_step as train_step
+from dtlayout.api.questions import dry_run as dry_run
+from dtlayout.api.questions import explain as explain
+from dtlayout.api.questions import predict as predict
+from dtlayout.api.questions import recommend as recommend
+from dtlayout.config.loading import load_config as load_config
+from dtlayout.costmodel.engine import register_engine as register_engine
+from dtlayout.mesh.build import build_mesh as build_mesh
+from dtlayout.models.families import Family as Family
+from dtlayout.models.families import register_family as register_family
+from dtlayout.models.llama import Llama as Llama
+from dtlayout.models.presets import find_preset as find_preset
+from dtlayout.ops.adapters import add_adapters as add_adapters
+from dtlayout.pipelining.partition import layer_costs as layer_costs
+from dtlayout.pipelining.partition import partition as partition
+from dtlayout.pipelining.runtime import build_runtime as build_runtime
+from dtlayout.pipelining.schedule import make_schedule as make_schedule
+from dtlayout.pipelining.stage import Boundary as Boundary
+from dtlayout.pipelining.stage import build_stage as build_stage
+from dtlayout.pipelining.stage import stage_boundary as stage_boundary
+from dtlayout.plans.apply import apply_plan as apply_plan
+from dtlayout.plans.context import apply_context as apply_context
+from dtlayout.plans.fsdp import share_context as share_context
+from dtlayout.plans.init import initialize as initialize
+from dtlayout.plans.plan import Plan as Plan
+from dtlayout.plans.plan import make_plan as make_plan
+from dtlayout.schedules.actions import Action as Action
+from dtlayout.schedules.actions import Kind as Kind
+from dtlayout.schedules.schedule_file import write_schedule as write_schedule
+from dtlayout.schedules.schedules import PipelineSchedule as PipelineSchedule
+from dtlayout.schedules.schedules import register_schedule as register_schedule
+from dtlayout.spec.adapter import Adapter as Adapter
+from dtlayout.spec.batch import Batch as Batch
+from dtlayout.spec.cluster import register_gpu as register_gpu
+from dtlayout.spec.kernel_records import AttentionKernel as AttentionKernel
+from dtlayout.spec.kernel_records import ExpertsKernel as ExpertsKernel
+from dtlayout.spec.kernel_records import LossKernel as LossKernel
+from dtlayout.spec.kernel_records import NormKernel as NormKernel
+from dtlayout.spec.kernel_records import RopeKernel as RopeKernel
+from dtlayout.spec.kernel_records import SwigluKernel as SwigluKernel
+from dtlayout.spec.kernel_table import register_kernel as register_kernel
+from dtlayout.spec.kernels import Kernels as Kernels
+from dtlayout.spec.layout import Layout as Layout
+from dtlayout.spec.model_shape import ModelShape as ModelShape
+from dtlayout.spec.optimizers import Optimizer as Optimizer
+from dtlayout.spec.optimizers import RoleOptimizer as RoleOptimizer
+from dtlayout.spec.optimizers import register_optimizer as register_optimizer
+from dtlayout.spec.precision import Precision as Precision
+from dtlayout.spec.recompute import Recompute as Recompute
+from dtlayout.spec.trackers import Tracker as Tracker
+from dtlayout.spec.trackers import register_tracker as register_tracker
+from dtlayout.tracing.trace import describe_module as describe_module
+from dtlayout.training.observer import Observer as Observer
+from dtlayout.training.observer import register_observer as register_observer
+from dtlayout.training.step import TrainStep as TrainStep
+
+__version__: str
+__all__: list[str]

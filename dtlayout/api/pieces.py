@@ -1,0 +1,144 @@
+"""Pieces of training joined for modules of one's own: a pipeline of stages, a step of it, adapters beside a model."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtlayout.base.errors import DtlayoutError, InvalidLayout
+from dtlayout.base.formatting import plural
+from dtlayout.mesh.axes import PP, TP
+from dtlayout.mesh.build import open_reduction_group
+from dtlayout.pipelining.runtime import Runtime, build_runtime
+from dtlayout.pipelining.schedule import make_schedule
+from dtlayout.pipelining.stage import Boundary
+from dtlayout.plans.apply import apply_plan, check_plan
+from dtlayout.plans.fsdp import share_context
+from dtlayout.plans.plan import Plan
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
+from dtlayout.training.gradients import clip_gradients, local_squared_norm
+from dtlayout.training.result import StepResult
+
+
+def pipeline(
+    stages: Sequence[nn.Module] | nn.Sequential,
+    layout: Layout,
+    mesh: DeviceMesh,
+    example: Tensor,
+    *,
+    global_batch: int,
+    plan: Plan | None = None,
+    loss: Callable[..., Tensor] | None = None,
+) -> Runtime:
+    """Runtime of a model of one's own, cut into the stages of a layout: `runtime.step(inputs, **targets)` trains.
+
+    `stages` are all stages in order, on every rank, or an `nn.Sequential` that is cut into equal numbers of children;
+    this rank keeps its own, as `runtime.modules`. Each takes a tensor and gives one, all but the last of one shape. The
+    last one gives the loss, of what `step` gets by keyword too; or `loss` makes it of the last one's output and of
+    those. Losses of the microbatches, and of data-parallel ranks, add up. `example` has the rows of one microbatch, as
+    they enter the first stage; nothing is computed of its values. With a `plan`, whose patterns are names inside the
+    stages, each stage is sharded by it. Build the optimizer after that, of `runtime.parameters`. InvalidLayout if there
+    are more or fewer stages, DtlayoutError if their shapes differ, InvalidConfig for a pattern that matches nothing.
+    """
+    batch = Batch(global_batch=global_batch, seq_len=1)
+    schedule = make_schedule(layout, batch)
+    whole = _cut(stages, schedule.placement.num_stages)
+    boundary = _find_boundary(whole, example, layout.micro_batch)
+    rank = mesh[PP].get_local_rank()
+    own = [whole[stage] for stage in schedule.placement.stages_of(rank)]
+    sync = []
+    if plan is not None:
+        check_plan(plan, whole)
+        group = open_reduction_group(mesh)
+        sync = [apply_plan(module, plan, mesh, group) for module in own]
+        share_context(sync)
+        boundary = Boundary(shape=boundary.shape, dtype=getattr(torch, plan.precision.compute))
+    is_last = schedule.placement.rank_of(len(whole) - 1) == rank
+    if loss is not None and is_last:
+        own[-1] = _WithLoss(own[-1], loss)
+    return build_runtime(own, schedule, sync, mesh, boundary)
+
+
+def train_step(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    contexts: Sequence[Any] = (),
+    *,
+    max_norm: float = math.inf,
+    **targets: Any,
+) -> StepResult:
+    """Train stages of one's own for one step; every rank returns the loss and the gradient norm of the whole model.
+
+    `inputs` [microbatches · B, …] and `targets` are the rows of this data-parallel rank, `contexts` those of
+    `Runtime.step`. Gradients are clipped at the norm `max_norm`. A step whose loss or norm is not finite updates
+    nothing. For a described model, with documents, routers or a scaled loss, `TrainStep` is the step.
+    """
+    loss, mesh = runtime.step(inputs, contexts, **targets), runtime.mesh
+    parameters = runtime.parameters
+    numbers = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
+    if loss is not None:  # every rank of tp knows it
+        numbers[0] = loss / mesh[TP].size()
+    numbers[1] = local_squared_norm(parameters, mesh)
+    dist.all_reduce(numbers)
+    norm = numbers[1].sqrt()
+    clip_gradients(parameters, norm, max_norm)
+    result = StepResult(loss=float(numbers[0]), grad_norm=float(norm), stop_requested=False)
+    if result.is_finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+class _WithLoss(nn.Module):
+    """A last stage with a function that makes the loss of its output."""
+
+    def __init__(self, module: nn.Module, loss: Callable[..., Tensor]):
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, x: Tensor, *context: Any, **targets: Any) -> Tensor:
+        return self.loss(self.module(x, *context), **targets)
+
+
+def _cut(stages: Sequence[nn.Module] | nn.Sequential, num_stages: int) -> list[nn.Module]:
+    """The stages; those of an `nn.Sequential` keep the names of its children."""
+    whole = list(stages)
+    if isinstance(stages, nn.Sequential) and len(whole) > num_stages:
+        children = list(stages.named_children())
+        ends = [len(children) * (i + 1) // num_stages for i in range(num_stages)]
+        starts = [0, *ends[:-1]]
+        return [nn.Sequential(OrderedDict(children[i:j])) for i, j in zip(starts, ends, strict=True)]
+    if len(whole) != num_stages:
+        raise InvalidLayout(
+            f"the layout has {plural(num_stages, 'stage')}, and here are {len(whole)}; bring one module for each, or "
+            f"an nn.Sequential of at least {num_stages} children"
+        )
+    return whole
+
+
+def _find_boundary(stages: Sequence[nn.Module], example: Tensor, micro_batch: int) -> Boundary:
+    """Shape and format of what goes from stage to stage, found without computing; DtlayoutError if it is not one."""
+    if example.shape[0] != micro_batch:
+        raise DtlayoutError(
+            f"the example has {plural(example.shape[0], 'row')}, and a microbatch of this layout {micro_batch}; "
+            f"bring the rows of one microbatch"
+        )
+    x, found = example.to("meta"), Boundary(shape=(0,), dtype=example.dtype)
+    for number, stage in enumerate(stages[:-1]):
+        tensors = [*stage.named_parameters(), *stage.named_buffers()]
+        with torch.no_grad():
+            x = torch.func.functional_call(stage, {name: each.to("meta") for name, each in tensors}, (x,))
+        if number and (tuple(x.shape), x.dtype) != (found.shape, found.dtype):
+            raise DtlayoutError(
+                f"stage {number} gives {tuple(x.shape)} {x.dtype}, and stage 0 {found.shape} {found.dtype}; cut the "
+                f"model where it hands on tensors of one shape"
+            )
+        found = Boundary(shape=tuple(x.shape), dtype=x.dtype)
+    return found

@@ -1,0 +1,95 @@
+"""dtlayout train: what it refuses before it starts anything, and how ranks end that it has started."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import ROOT, TinyFiles, write_tiny
+
+from dtlayout.cli import main
+from dtlayout.commands.train import run_ranks
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
+    monkeypatch.delenv("RANK", raising=False)
+    return write_tiny(tmp_path, steps=3000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "3", "--layout.tp=3"], "tp=3 does not divide num_heads=4; use tp=2 or tp=4"),
+        (["--ranks", "0"], "--ranks=0 must be at least 1"),
+        (["--layout.pp=2"], "the layout takes 2 ranks or a multiple of that: say how many with --ranks N"),
+        (["--ranks", "1", "--max-restarts=-1"], "--max-restarts=-1 must not be negative"),
+        (["--ranks", "1", "--train.stpes=3"], "train.stpes is unknown; did you mean train.steps?"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_process_starts(files, capsys, arguments, said):
+    assert main(["train", str(files.config), *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == said
+    assert not files.run.exists()
+
+
+def test_an_answer_in_json_and_a_rank_of_torchrun_are_refused(files, capsys, monkeypatch):
+    assert main(["train", str(files.config), "--ranks", "1", "--json"]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", str(files.config), "--ranks", "1"]) == 2
+    assert "let torchrun start -m dtlayout.launch CONFIG" in capsys.readouterr().err
+
+
+def test_one_rank_is_this_process_and_a_whole_layout_says_the_ranks(files, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, command: started.append(command))
+    monkeypatch.setattr("dtlayout.commands.train.run_ranks", lambda *rest: started.append(rest) or 0)
+    assert main(["train", str(files.config), "--layout.dp_shard=2"]) == 0
+    ((program, num_ranks, max_restarts),) = started
+    assert program[-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=2"]
+    assert (num_ranks, max_restarts) == (2, 0)
+    assert main(["train", str(files.config), "--layout.dp_shard=1"]) == 0
+    assert started[1][-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=1"]
+
+
+def test_ranks_answer_at_once_and_finish_their_step_at_ctrl_c(files):
+    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout
+    lines, waited_s = [], 0.0
+    for line in process.stdout:
+        waited_s = waited_s or time.monotonic() - begun
+        lines.append(line.rstrip())
+        if line.startswith("step   10/"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 3, lines
+    assert lines[0] == "starting 2 ranks: tiny as dp2 mb2 zero1" and waited_s < 20  # 0.5 s, on a machine that is idle
+    (finishing,) = [line for line in lines if line.startswith("finishing step ")]
+    (ended,) = [line for line in lines if line.startswith("stopped after ")]
+    assert ended.split()[2] in re.findall(r"\d+", finishing)
+    assert lines[-1].startswith("└"), "our own table is the last"
+    assert "Traceback" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "said"),
+    [
+        ("sys.exit(4 if rank else 0)", 4, ""),
+        ("sys.exit(0)", 0, ""),
+        ("rank and os.kill(os.getpid(), 9)", 1, "rank 1 ended with signal SIGKILL, and so the run has ended; its own"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(capfd, end, exit_code, said):
+    program = [sys.executable, "-c", f"import os, sys; rank = int(os.environ['RANK']); {end}"]
+    assert run_ranks(program, num_ranks=2) == exit_code
+    assert capfd.readouterr().err.startswith(said)

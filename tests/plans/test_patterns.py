@@ -1,0 +1,86 @@
+"""A pattern that matches nothing and a style that nobody knows are refused by name, before anything is sharded."""
+
+import pytest
+from torch import nn
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.mesh.build import build_mesh
+from dtlayout.plans.apply import apply_plan, check_plan
+from dtlayout.plans.plan import Plan
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
+from dtlayout.spec.recompute import Recompute
+
+
+def build_module() -> nn.Module:
+    blocks = [nn.ModuleDict({"widen": nn.Linear(4, 8), "narrow": nn.Linear(8, 4)}) for _ in range(2)]
+    return nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(4, 2)})
+
+
+def make_plan(**changes) -> Plan:
+    fine = {
+        "tensor": {"layers.*.widen": "colwise", "layers.*.narrow": "rowwise"}, "blocks": "layers.*",
+        "recompute": Recompute.parse("none"), "units": (("layers.*",),), "zero": 3,
+        "precision": Precision(compute="float32"),
+    }  # fmt: skip
+    return Plan(**{**fine, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"tensor": {"layers.*.widn": "colwise"}},
+            "plan.tensor: 'layers.*.widn' matches nothing in the model; did you mean 'layers.*.widen'",
+        ),
+        ({"units": (("layer.*",),)}, "plan.units: 'layer.*' matches nothing in the model; did you mean 'layers.*'"),
+        ({"blocks": "blocks.*"}, "plan.blocks: 'blocks.*' matches nothing in the model; "),
+        (
+            {"frozen": ("layers.*.widen.wieght",)},
+            "plan.frozen: 'layers.*.widen.wieght' matches nothing in the model; did you mean 'layers.*.widen.weight'",
+        ),
+        (
+            {"context": {"layers.*.mix.attend": "ring"}},
+            "plan.context: 'layers.*.mix' matches nothing in the model; did you mean ",
+        ),
+        (
+            {"tensor": {"layers.*.widen": "colwize"}},
+            "plan.tensor['layers.*.widen']: the style 'colwize' is unknown; did you mean 'colwise'?",
+        ),
+        (
+            {"context": {"layers.*.attend": "star"}},
+            "plan.context['layers.*.attend']: the style 'star' is unknown; use one of 'all-to-all', 'contiguous'",
+        ),
+    ],
+)
+def test_what_matches_nothing_is_refused_with_the_nearest_names(changes, said):
+    with pytest.raises(InvalidConfig) as refused:
+        check_plan(make_plan(**changes), [build_module()])
+    assert str(refused.value).startswith(said)
+
+
+def test_every_wrong_pattern_is_named_at_once():
+    plan = make_plan(tensor={"a": "colwise", "b": "rowwise"}, units=(("c", "layers.*"),))
+    with pytest.raises(InvalidConfig) as refused:
+        check_plan(plan, [build_module()])
+    assert [problem.split("'")[1] for problem in refused.value.problems] == ["a", "b", "c"]
+
+
+def test_a_stage_may_lack_what_another_stage_has():
+    whole = build_module()
+    first, second = nn.ModuleDict({"layers": whole.layers}), nn.ModuleDict({"head": whole.head})
+    plan = make_plan(units=(("layers.*",), ("head",)))
+    check_plan(plan, [first, second])
+    with pytest.raises(InvalidConfig, match="'head' matches nothing"):
+        check_plan(plan, [first])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("changes", [{"tensor": {"layers.*.widn": "colwise"}}, {"tensor": {"head": "colwize"}}])
+def test_nothing_is_sharded_where_a_plan_is_refused(changes):
+    module, mesh = build_module(), build_mesh(Layout(), "cpu")
+    before = {name: (type(p), p.data_ptr()) for name, p in module.named_parameters()}
+    with pytest.raises(InvalidConfig):
+        apply_plan(module, make_plan(frozen=("head.*",), **changes), mesh)
+    assert {name: (type(p), p.data_ptr()) for name, p in module.named_parameters()} == before
+    assert all(p.requires_grad for p in module.parameters())
