@@ -186,6 +186,7 @@ def test_the_config_that_a_run_leaves_resumes_it_to_the_bit(straight, half_done,
     arguments = [half_done / "config.toml", f"--train.run_folder={half_done}", "--train.deterministic=true"]
     assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert "after 3 steps" in (tmp_path / "log").read_text()
+    assert [line["step"] for line in read_lines(half_done) if line["resumed"]] == [4]
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [line[key] for line in read_lines(half_done)] == [line[key] for line in read_lines(straight.run)]
     assert read_summary(half_done)["outcome"] == "done"
@@ -263,6 +264,8 @@ def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
     assert (read_summary(files.run)["outcome"], read_summary(files.run)["steps"]) == ("done", 30)
     assert [line["step"] for line in read_lines(files.run)] == list(range(1, 31))
     assert len(re.findall("resumed from", log.read_text())) == 2
+    assert len(re.findall(r"finishing step \d+ or \d+, then a checkpoint", log.read_text())) == 2
+    assert len([line for line in read_lines(files.run) if line["resumed"]]) == 2
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
