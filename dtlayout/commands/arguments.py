@@ -38,16 +38,16 @@ def show(options: argparse.Namespace, document: D, describe: Callable[[D], Itera
     return 0
 
 
-class Answer(NamedTuple):
+class CommandAnswer(NamedTuple):
     """An answer of a command before it is printed."""
 
     document: Any
-    """Answer as `--json` prints it, with further keys that begin with "_"."""
+    """CommandAnswer as `--json` prints it, with further keys that begin with "_"."""
     describe: Callable[[Any], Iterable[str]]
     """Function from the document to lines for people."""
 
 
-def show_answer(options: argparse.Namespace, answer: Answer) -> int:
+def show_answer(options: argparse.Namespace, answer: CommandAnswer) -> int:
     """Print an answer as `show` does, and return 0."""
     return show(options, answer.document, answer.describe)
 

@@ -7,7 +7,7 @@ from math import isinf
 from typing import TypeVar
 
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
-from dtlayout.commands.arguments import Answer, add_config, show_answer
+from dtlayout.commands.arguments import CommandAnswer, add_config, show_answer
 from dtlayout.commands.beside import BESIDE
 from dtlayout.commands.case import add_machines, find_other, read_case
 from dtlayout.commands.changes import CHANGES
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return show_answer(options, answer(options))
 
 
-def answer(options: argparse.Namespace) -> Answer:
+def answer(options: argparse.Namespace) -> CommandAnswer:
     """The explanation of a legal layout, with answers to what is asked beside it."""
     found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
@@ -62,7 +62,7 @@ def answer(options: argparse.Namespace) -> Answer:
         for question in _QUESTIONS:
             yield from question.describe(document)
 
-    return Answer(document, describe)
+    return CommandAnswer(document, describe)
 
 
 def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:

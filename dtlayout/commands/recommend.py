@@ -11,7 +11,7 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.base.formatting import GIB
 from dtlayout.commands.adapter_options import add_adapter, with_adapter
-from dtlayout.commands.arguments import MODELS, Answer, name_gpu, show_answer
+from dtlayout.commands.arguments import MODELS, CommandAnswer, name_gpu, show_answer
 from dtlayout.commands.case import add_given
 from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.commands.recommend_document import BASELINES, compare_like, make_document, make_scale_document
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     return show_answer(options, answer(options))
 
 
-def answer(options: argparse.Namespace) -> Answer:
+def answer(options: argparse.Namespace) -> CommandAnswer:
     """The layouts that a search finds, or clusters side by side; writes the files that are asked for."""
     was_enabled = gc.isenabled()
     gc.disable()  # many small values and no cycles: collecting would take a tenth of the time
@@ -103,7 +103,7 @@ def answer(options: argparse.Namespace) -> Answer:
             gc.enable()
 
 
-def _answer(options: argparse.Namespace) -> Answer:
+def _answer(options: argparse.Namespace) -> CommandAnswer:
     check(options)
     like = _read_like(options)
 
@@ -117,7 +117,7 @@ def _answer(options: argparse.Namespace) -> Answer:
             from dtlayout.commands.recommend_scale_page import write_scale_page  # only now: it imports matplotlib
 
             write_scale_page(options.page, document)
-        return Answer(document, describe_scale)
+        return CommandAnswer(document, describe_scale)
     if options.min_gpus:
         per_node = make_space(options.gpus or 1).scenario.cluster.gpus_per_node
         space = find_smallest(make_space, per_node, 1.0 if options.max_memory is None else options.max_memory)
@@ -130,7 +130,7 @@ def _answer(options: argparse.Namespace) -> Answer:
         from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
 
         write_page(options.page, document)
-    return Answer(document, describe)
+    return CommandAnswer(document, describe)
 
 
 def read_space(options: argparse.Namespace) -> Space:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import three_digits
-from dtlayout.commands.arguments import Answer, JsonDocument, show_answer
+from dtlayout.commands.arguments import CommandAnswer, JsonDocument, show_answer
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
 from dtlayout.costmodel.scenario import NO_TIME
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     return show_answer(options, answer(options))
 
 
-def answer(options: argparse.Namespace) -> Answer:
+def answer(options: argparse.Namespace) -> CommandAnswer:
     """The pipeline's part of a step; writes the files that are asked for. InvalidConfig as `run`."""
     if options.width < 1:
         raise InvalidConfig(f"--width {options.width} shows nothing; use 1 or more")
@@ -84,7 +84,7 @@ def answer(options: argparse.Namespace) -> Answer:
         "_width": options.width,
         "_written": [path for path in (options.page, options.trace, options.csv) if path],
     }
-    return Answer(document, _describe)
+    return CommandAnswer(document, _describe)
 
 
 def _describe(document: JsonDocument) -> Iterator[str]:

@@ -17,12 +17,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from dtlayout.data.best_fit import Packing, open_packing
+from dtlayout.data.best_fit import Ints, Packing, open_packing
 from dtlayout.data.tokens import TokenFile
-
-Ints = npt.NDArray[np.int64]
 
 _DOCUMENTS_AT_ONCE = 1 << 20
 

@@ -38,7 +38,7 @@ class Document(NamedTuple):
     """Answers that are no targets, since the template has rewritten them."""
 
 
-class Read(NamedTuple):
+class DocumentRead(NamedTuple):
     """A row that was read, or the end of a unit."""
 
     unit: int
@@ -55,7 +55,7 @@ def read_documents(
     tokenizer: Tokenizer,
     firsts: Sequence[int | None],
     note_bad: Callable[[int, int, str], None],
-) -> Generator[Read, None, None]:
+) -> Generator[DocumentRead, None, None]:
     """The documents of a corpus; one batch is tokenized while the next one is read.
 
     `firsts` has for each unit the number of the row to begin with, or None for a unit that is not read. `note_bad` is
@@ -221,18 +221,20 @@ def _batch(places: Iterable[_Place]) -> Iterator[list[_Place]]:
         yield batch
 
 
-def _encode(batch: list[_Place], encode: Callable[[list[_Text]], list[Document]]) -> list[Read]:
+def _encode(batch: list[_Place], encode: Callable[[list[_Text]], list[Document]]) -> list[DocumentRead]:
     documents = iter(encode([place.text for place in batch if place.text is not None]))
-    return [Read(place.unit, place.row, None if place.text is None else next(documents)) for place in batch]
+    return [DocumentRead(place.unit, place.row, None if place.text is None else next(documents)) for place in batch]
 
 
-def _encode_ahead(batches: Iterable[list[_Place]], encode: Callable[[list[_Text]], list[Document]]) -> Iterator[Read]:
-    """What each batch became; the tokenizer uses all cores for one batch while this thread reads the next.
+def _encode_ahead(
+    batches: Iterable[list[_Place]], encode: Callable[[list[_Text]], list[Document]]
+) -> Iterator[DocumentRead]:
+    """Documents of each batch; the tokenizer uses all cores for one batch while this thread reads the next.
 
     If reading fails, what was read before comes first.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        under_way: Future[list[Read]] | None = None
+        under_way: Future[list[DocumentRead]] | None = None
         try:
             for batch in batches:
                 following = pool.submit(_encode, batch, encode)

@@ -41,7 +41,7 @@ _DAMAGE = (BadZipFile, ValueError, EOFError, KeyError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TokenPiece:
     """Documents of some rows of a unit."""
 
     unit: str
@@ -68,7 +68,7 @@ class Piece:
 class PlacedPiece:
     """A piece and where its arrays lie."""
 
-    piece: Piece
+    piece: TokenPiece
     place: Path
     """An .npz file, or the folder of a corpus."""
     first_document: int
@@ -77,7 +77,7 @@ class PlacedPiece:
     """Ids before it there."""
 
     def read(self, dtype: "np.dtype[Any]") -> dict[str, Any]:
-        """Its arrays: `ids`, `lengths` and, of conversations, `taught`; those of a whole corpus are mapped.
+        """Arrays of the part: `ids`, `lengths` and, of conversations, `taught`; those of a whole corpus are mapped.
 
         DataError where a part is damaged.
         """
@@ -143,11 +143,11 @@ def _list_placed(folder: Path) -> Iterator[PlacedPiece]:
                 yield from _place(_parse(path.read_bytes()), path.parent)
 
 
-def _parse(text: bytes) -> list[Piece]:
-    return [toml.parse(each, Piece) for each in parse_json(text)]
+def _parse(text: bytes) -> list[TokenPiece]:
+    return [toml.parse(each, TokenPiece) for each in parse_json(text)]
 
 
-def _place(pieces: Iterable[Piece], place: Path) -> Iterator[PlacedPiece]:
+def _place(pieces: Iterable[TokenPiece], place: Path) -> Iterator[PlacedPiece]:
     num_documents = num_tokens = 0
     for piece in pieces:
         yield PlacedPiece(piece, place, num_documents, num_tokens)
@@ -181,13 +181,13 @@ class PieceWriter:
         """Parts go to `folder`, as soon as they have `most_tokens` ids."""
         self.folder, self.dtype, self.most_tokens = folder, dtype, most_tokens
         self._documents: list[Document] = []
-        self._pieces: list[Piece] = []
-        self._open: Piece | None = None
+        self._pieces: list[TokenPiece] = []
+        self._open: TokenPiece | None = None
         self._num_tokens = 0
 
     def begin(self, unit: str, first_row: int) -> None:
         """Begin with a row of a unit."""
-        self._open = Piece(
+        self._open = TokenPiece(
             unit=unit, first_row=first_row, end_row=first_row, is_end=False, num_documents=0, num_tokens=0,
             has_text=False,
         )  # fmt: skip

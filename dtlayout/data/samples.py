@@ -39,6 +39,7 @@ import numpy.typing as npt
 from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import plural
 from dtlayout.config.sections import DataConfig
+from dtlayout.data.best_fit import Ints
 from dtlayout.data.divisions import DIVISIONS, Division
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
@@ -51,8 +52,6 @@ ROUND = 10_000
 """Samples over which shares are exact: a weight counts to a hundredth of a percent."""
 
 _SAMPLES_AT_ONCE = 1 << 12
-
-Ints = npt.NDArray[np.int64]
 
 
 class SampleRows(NamedTuple):

@@ -27,7 +27,7 @@ class ShownSample:
     source: str
     """Name of its source."""
     sample: int
-    """Its number there."""
+    """Number of the sample in its source."""
     num_tokens: int
     """Tokens of its documents; one more than `batch.seq_len` where nothing is padding."""
     num_targets: int
