@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-all test-torch check format bench docs-config docs-cli docs-choosing clean
+.PHONY: train sweep test test-all test-torch check format bench docs-config docs-cli docs-choosing docs-web site clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -50,6 +50,15 @@ docs-cli: .venv/.installed
 # What README, docs/start/choosing.md and docs/guide/long-context.md show of each of their commands.
 docs-choosing: .venv/.installed-test
 	PYTHONPATH=. $(BIN)/python tests/support/walkthrough.py README.md docs/start/choosing.md docs/guide/long-context.md
+
+# The pictures of docs/guide/web.md; needs a chromium.
+docs-web: .venv/.installed-test
+	PYTHONPATH=. $(BIN)/python tests/support/page_pictures.py
+
+# The planner's page as static files for any host, with the planner in the browser, into build/site; npm has Pyodide.
+site: .venv/.installed
+	npm ci --silent --prefix scripts/site
+	PYTHONPATH=. $(BIN)/python scripts/site/build.py scripts/site/node_modules/pyodide build/site
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

@@ -25,6 +25,7 @@ STAGES = {
     },
     "Which layout?": {
         "recommend": "Find the fastest layouts of a model that fit on a cluster, with what stands against the others.",
+        "web": "Open the planner as a page of this machine, which answers while one types.",
         "read": "Show how another program's script or config is understood, and write it as a config of ours.",
         "explain": "Show a layout's memory and time by component, what binds it and what would help.",
         "timeline": "Draw when each pipeline rank is predicted to do what, and where it waits.",
@@ -39,7 +40,7 @@ STAGES = {
         "config": "Show every key of a config, with its type, its default and what it means.",
         "prepare": "Tokenize the data of a config once, as training would.",
         "plot": "Draw loss, validation, speed and memory of runs as one page and as PNG files.",
-        "data": "Show as text the samples of a step whose loss was not finite.",
+        "data": "Show a training sample as text with its targets marked, or those of a step whose loss was not finite.",
         "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
         "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
         "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",
@@ -66,12 +67,6 @@ def list_stages() -> list[str]:
         lines += ["  torchrun train.py CONFIG.toml trains."] * (stage == "Train")
     start = import_module("dtlayout.commands.recommend").EXAMPLE
     return [*lines, "", f"Start with: {start}", "dtlayout COMMAND --help has an example of each."]
-
-
-def _is_override(text: str) -> bool:
-    """Whether an argument sets a key of a config, the layout as it is printed, or the model."""
-    key = text.partition("=")[0]
-    return "." in key or key in ("--layout", "--model")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -140,7 +135,7 @@ def _run(arguments: list[str]) -> int:
             return EXIT_REFUSED
         _show_overview(arguments, is_json=is_json)
     command = import_module(f"dtlayout.commands.{name}")
-    from dtlayout.commands.arguments import check_options  # only now: the overview needs none
+    from dtlayout.commands.arguments import check_options, parse_options  # only now: the overview needs none
 
     parser = _Parser(
         prog=f"dtlayout {name}", description=COMMANDS[name], epilog=f"example: {command.EXAMPLE}", allow_abbrev=False
@@ -148,13 +143,7 @@ def _run(arguments: list[str]) -> int:
     parser.is_json = is_json
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     command.add_arguments(parser)
-    options, rest = parser.parse_known_args(arguments[1:])
-    takes_overrides = "config" in options or getattr(options, "like", None)
-    options.overrides = list(filter(_is_override, rest)) if takes_overrides else []
-    if unknown := [text for text in rest if text not in options.overrides]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_find_hint(parser, unknown, options)}")
-    if takes_overrides and getattr(options, "model", None):
-        options.overrides.insert(0, f"--model={options.model}")
+    options = parse_options(parser, arguments[1:])
     try:
         check_options(options)
         return int(command.run(options))
@@ -163,16 +152,6 @@ def _run(arguments: list[str]) -> int:
     except DtlayoutError as error:
         _refuse(str(error).splitlines(), is_json=options.json)
         return error.exit_code
-
-
-def _find_hint(parser: argparse.ArgumentParser, unknown: Sequence[str], options: argparse.Namespace) -> str:
-    """A hint: the option that the first unknown one may mean, or how to override a config; empty if neither fits."""
-    import difflib  # only now: most command lines are right
-
-    names = parser._option_string_actions  # argparse has no public list of its options
-    if near := difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1):
-        return f"; did you mean {near[0]}?"
-    return "; an override is written --section.key=value" if "config" in options else ""
 
 
 def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:

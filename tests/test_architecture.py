@@ -17,7 +17,7 @@ ROOT = Path(dtlayout.__file__).parent
 FOLDERS = [  # bottom to top; a module imports from its own folder and from those before it (architecture.md)
     "base", "schedules", "spec", "ops", "models", "tracing", "measure", "mesh", "plans", "pipelining", "costmodel",
     "records", "config", "planner", "programs", "validation", "data", "checkpoint", "training", "dryrun", "sweep",
-    "report", "calibrate", "commands",
+    "report", "calibrate", "web", "commands",
 ]  # fmt: skip
 TOP = len(FOLDERS)
 """The place of `cli` and `launch`, which lie in no folder."""

@@ -223,10 +223,13 @@ def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_p
     (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 2 + '{"text": ""}\n')
     sources = ", ".join(f"{{source = {str(path)!r}}}" for path in (files.corpus, tmp_path / "short.jsonl"))
     assert main(["prepare", str(files.config), f"--data.mixture=[{sources}]", "--data.samples=padded"]) == 0
-    corpus, note, short, without = capsys.readouterr().out.splitlines()
+    corpus, note, short, filling, without = capsys.readouterr().out.splitlines()
     assert ", 1 sample of 16 in " in corpus
-    assert note == f"note: 1 document of {files.corpus} cut: longer than a sample"
+    assert note == (
+        f"{files.corpus}, padded: 0.0% of the samples is padding; 1 of 1 document cut, 100.0%: longer than a sample"
+    )
     assert short.startswith("9 tokens, 3 samples of 16 in ")
+    assert filling.endswith("short.jsonl, padded: 82.4% of the samples is padding; no document is cut")
     assert without == (
         f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}: no token in there is a target"
     )

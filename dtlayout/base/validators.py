@@ -1,6 +1,7 @@
 """Rules for the numbers and paths of a config: noted at each field, checked when a section is made."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "must lie between 0.5 and 1": lambda value: 0.5 <= value <= 1,
     "must be at least 0 and below 1": lambda value: 0 <= value < 1,
     "must be above 0 and at most 2592000, thirty days": lambda value: 0 < value <= 2_592_000,
+    "must be of letters, digits, -, _ and .": lambda value: re.fullmatch(r"[\w.-]+", value) is not None,
     "must not be empty or hold a NUL": lambda value: bool(value.strip()) and "\0" not in value,
 }
 _TAKES_INFINITY = {"must be above 0"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,13 @@ from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.models.peft import find_adapter_tensors, list_adapter
 from dtlayout.models.stored import StoredTensor, find_weights, name_first
 from dtlayout.models.stored_names import StoredWeight
-from dtlayout.models.weights import list_stored
+from dtlayout.models.weights import find_missing_rows, list_stored
 from dtlayout.ops.quantized import QuantizedRows
 from dtlayout.plans.init import CHUNK, allocate, fill_initial, find_part
 from dtlayout.plans.quantize import QuantizedWeight, named_weights
 from dtlayout.spec.model_shape import ModelShape
+
+_ROWS_AT_ONCE = 4096
 
 
 def load_weights(
@@ -40,8 +42,11 @@ def load_weights(
     *,
     adapter: Path | None = None,
     group: dist.ProcessGroup | None = None,
+    new_rows: Literal["mean", "normal"] = "mean",
 ) -> None:
     """`allocate`, and fill parameters with a folder's, of which `find_weight_problems` found none.
+
+    Rows of the embedding and the head that the folder lacks are the mean of its rows, or drawn as first weights are.
 
     The weights of the model's adapter come from the PEFT folder `adapter`; without one they get their initial values,
     and `seed` decides nothing else. Ranks compare over `group`, by default the group of all, what must be equal.
@@ -51,7 +56,11 @@ def load_weights(
     allocate(modules, device)
     named = [(model.aliases.get(n, n), weight) for module in modules for n, weight in named_weights(module)]
     weights = {weight.name: weight for weight in list_stored(model.base)}
-    _load(folder, find_weights(folder), [(weight, weights[name]) for name, weight in named if name in weights], group)
+    stored = find_weights(folder)
+    if new_rows == "normal":
+        grown = [(n, w) for n, w in named if n in weights and find_missing_rows(weights[n], stored)]
+        fill_initial(grown, model, seed)
+    _load(folder, stored, [(weight, weights[name]) for name, weight in named if name in weights], group, new_rows)
     own = [(name, weight) for name, weight in named if name not in weights]
     if adapter is None:
         fill_initial(own, model, seed)
@@ -67,13 +76,14 @@ def _load(
     stored: Mapping[str, StoredTensor],
     weights: Sequence[tuple[Tensor | QuantizedWeight, StoredWeight]],
     group: dist.ProcessGroup | None,
+    new_rows: Literal["mean", "normal"] = "mean",
 ) -> None:
     """Fill weights with a folder's tensors, on all ranks at once."""
     broken = Counter[str]()
     try:
         with OpenFiles() as files:
             for parameter, weight in weights:
-                broken += _fill(parameter, weight, stored, files)
+                broken += _fill(parameter, weight, stored, files, new_rows)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__} {error}") from error
     refuse_broken(_add_up(broken, group), str(folder))
@@ -95,7 +105,11 @@ class OpenFiles(ExitStack):
 
 @torch.no_grad()
 def _fill(
-    parameter: Tensor | QuantizedWeight, weight: StoredWeight, stored: Mapping[str, StoredTensor], files: OpenFiles
+    parameter: Tensor | QuantizedWeight,
+    weight: StoredWeight,
+    stored: Mapping[str, StoredTensor],
+    files: OpenFiles,
+    new_rows: Literal["mean", "normal"],
 ) -> Counter[str]:
     """Fill this rank's part of a weight; how many values that it has read of each tensor are NaN or infinite."""
     broken = Counter[str]()
@@ -104,10 +118,25 @@ def _fill(
     groups = _find_copies(sent[0])
     if all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in groups):
         for name, part, first in _split(local, offset, weight):
-            broken[name] += _read(part, first, files.find(stored[name].file).get_slice(name))
+            source = files.find(stored[name].file).get_slice(name)
+            if find_missing_rows(weight, stored):
+                assert isinstance(part, Tensor), "ends are not quantized"
+                num_there = max(0, stored[name].shape[0] - first[0])
+                if new_rows == "mean" and part.shape[0] > num_there:
+                    part[num_there:] = _find_mean(source, stored[name].shape[0])[first[1] : first[1] + part.shape[1]]
+                part = part[:num_there]
+            broken[name] += _read(part, first, source)
     for each in sent if groups else ():
         _broadcast(each, groups)
     return +broken
+
+
+def _find_mean(source: Any, num_rows: int) -> Tensor:
+    """Mean of the rows of a matrix, in double precision."""
+    total = torch.zeros(source.get_shape()[1], dtype=torch.float64)
+    for row in range(0, num_rows, _ROWS_AT_ONCE):
+        total += source[row : min(row + _ROWS_AT_ONCE, num_rows)].double().sum(0)
+    return total / num_rows
 
 
 def _broadcast(parameter: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:

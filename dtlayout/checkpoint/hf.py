@@ -103,8 +103,8 @@ def export_weights(
 
 
 def open_checkpoint(checkpoint: Path) -> WeightSource:
-    """The weights of a checkpoint whose model has no adapter, to be exported."""
-    return WeightSource(checkpoint, read_model(checkpoint), partial(load_tensors, checkpoint))
+    """The weights of a checkpoint whose model has no adapter, to be exported, without rows that are no tokens."""
+    return WeightSource(checkpoint, read_model(checkpoint).without_unused, partial(load_tensors, checkpoint))
 
 
 def round_first(source: WeightSource, number_format: str) -> WeightSource:

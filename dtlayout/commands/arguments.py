@@ -3,9 +3,9 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
@@ -32,13 +32,62 @@ def show(options: argparse.Namespace, document: D, describe: Callable[[D], Itera
     if options.json:
         import json  # only now: most answers are read by people
 
-        said: object = document
-        if isinstance(document, dict):
-            said = {key: value for key, value in document.items() if not key.startswith("_")}
-        print(json.dumps(said, **{"indent": 2, **style}))
+        print(json.dumps(strip_private(document), **{"indent": 2, **style}))
     else:
         print("\n".join(describe(document)))
     return 0
+
+
+class Answer(NamedTuple):
+    """An answer of a command before it is printed."""
+
+    document: Any
+    """Answer as `--json` prints it, with further keys that begin with "_"."""
+    describe: Callable[[Any], Iterable[str]]
+    """Function from the document to lines for people."""
+
+
+def show_answer(options: argparse.Namespace, answer: Answer) -> int:
+    """Print an answer as `show` does, and return 0."""
+    return show(options, answer.document, answer.describe)
+
+
+def strip_private(document: Any) -> Any:
+    """A document without the keys that begin with "_", which are for text and pages of the command itself."""
+    if not isinstance(document, dict):
+        return document
+    return {key: value for key, value in document.items() if not key.startswith("_")}
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Options of a command line; `overrides` are the arguments of a config in it that set its keys.
+
+    A wrong argument is the parser's error.
+    """
+    options, rest = parser.parse_known_args(arguments)
+    takes_overrides = "config" in options or getattr(options, "like", None)
+    options.overrides = list(filter(_is_override, rest)) if takes_overrides else []
+    if unknown := [text for text in rest if text not in options.overrides]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_find_hint(parser, unknown, options)}")
+    if takes_overrides and getattr(options, "model", None):
+        options.overrides.insert(0, f"--model={options.model}")
+    return options
+
+
+def _is_override(text: str) -> bool:
+    """Whether an argument sets a key of a config, the layout as it is printed, or the model."""
+    key = text.partition("=")[0]
+    return "." in key or key in ("--layout", "--model")
+
+
+def _find_hint(parser: argparse.ArgumentParser, unknown: Sequence[str], options: argparse.Namespace) -> str:
+    """A hint: the option that the first unknown one may mean, or how to override a config; empty if neither fits."""
+    import difflib  # only now: most command lines are right
+
+    names = parser._option_string_actions  # argparse has no public list of its options
+    if near := difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1):
+        return f"; did you mean {near[0]}?"
+    return "; an override is written --section.key=value" if "config" in options else ""
 
 
 def check_options(options: argparse.Namespace) -> None:

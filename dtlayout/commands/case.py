@@ -62,7 +62,7 @@ def read_other(
     """The case of a file of another program, predicted for that program, and on as many GPUs as it starts."""
     tables = found.tables
     override(tables, overrides)
-    tables.setdefault("train", {})["steps"] = PLANNED_STEPS
+    tables.setdefault("train", {}).update(steps=PLANNED_STEPS, epochs=0)
     _check_said(found, tables, path)
     asked = argparse.Namespace(**vars(options))
     if asked.engine == OWN_ENGINE:
@@ -82,7 +82,7 @@ def read_as_ours(found: Understood, path: Path, overrides: Sequence[str]) -> Con
     """The config by which our own trainer runs the job of another program's file, with kernels of its own."""
     tables = {name: table for name, table in found.tables.items() if name != "kernels"}
     override(tables, overrides)
-    tables.setdefault("train", {})["steps"] = 1
+    tables.setdefault("train", {}).update(steps=1, epochs=0)
     _check_said(found, tables, path)
     print(f"note: {path} is a job of {found.title}; our own trainer takes it as dtlayout read shows", file=sys.stderr)
     return parse_config(tables)
@@ -101,8 +101,9 @@ def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> Non
         missing.append(
             f"{path} does not say the rows of the vocabulary, which its tokenizer may say: --model.vocab_size=N does"
         )
+    perhaps = "" if found.num_gpus else ", and --world N may"
     missing += [
-        f"{path} does not say the {what}: --{section}.{key}=N does"
+        f"{path} does not say the {what}: --{section}.{key}=N does{perhaps * (key == 'global_batch')}"
         for (section, key), what in _NEEDED.items()
         if key not in tables.get(section, {})
     ]

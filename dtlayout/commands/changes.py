@@ -91,8 +91,7 @@ def _describe_change(place: str, change: JsonDocument) -> Iterator[str]:
 
 def find_best(file: TheirFile, case: Case) -> Estimate | None:
     """The layout that a search finds on a case's GPUs, with kernels that the file can say; None where none fits."""
-    kept = {name: getattr(case.kernels, name) for name in find_unsaid_kernels(file, case)}
-    search, _ = find_fitting(Space(case.scenario, kept), None)
+    search, _ = find_fitting(Space(case.scenario, *find_unsaid_kernels(file, case)), None)
     return next(iter(search.run_kinds(1).ranked), None)
 
 

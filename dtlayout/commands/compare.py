@@ -10,7 +10,7 @@ from typing import Any
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import align, choose_unit, three_digits
 from dtlayout.base.refusals import show_value
-from dtlayout.commands.arguments import JsonDocument, add_config, show
+from dtlayout.commands.arguments import Answer, JsonDocument, add_config, show_answer
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import NO_TIME
@@ -37,12 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the first config and each other config or choice beside each other, as text or JSON."""
+    return show_answer(options, answer(options))
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    """The first config and each other config or choice beside each other."""
     first = _read(str(options.config), options, ())
     sides = [(options.config.stem, first)]
     for text in options.others:
         is_file = _is_file(text)
         sides.append((Path(text).stem, _read(text, options, ())) if is_file else (text, _change(text, options, first)))
-    return show(options, _to_document(sides), _describe)
+    return Answer(_to_document(sides), _describe)
 
 
 def _is_file(text: str) -> bool:

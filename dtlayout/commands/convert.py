@@ -18,7 +18,7 @@ from dtlayout.commands.source import find_adapter_data, find_config, find_data, 
 from dtlayout.config.config import Config
 from dtlayout.models.beside import CONFIG
 from dtlayout.models.peft import find_base_folder, find_export_notes, is_peft
-from dtlayout.models.weights import FILE_BYTES
+from dtlayout.models.weights import FILE_BYTES, describe_cut_rows
 
 if TYPE_CHECKING:
     from dtlayout.checkpoint.hf import WeightSource
@@ -145,7 +145,7 @@ def _write_whole(
     from dtlayout.checkpoint.hf import export_weights, round_first
 
     number_format, file_bytes = options.quantize or options.format or "bfloat16", _find_file_bytes(options)
-    notes = list[str]()
+    notes = describe_cut_rows(config.model) if config else []
     trained_in = config.precision.fake_quant if config else "none"
     if trained_in not in ("none", options.quantize):
         notes.append(f"the run multiplied by weights in {trained_in}, and --quantize {trained_in} writes these")

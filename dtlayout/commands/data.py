@@ -1,43 +1,98 @@
-"""dtlayout data: the text of samples that a run has noted."""
+"""dtlayout data: a training sample as text with its targets marked, or the samples that a run has noted."""
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtlayout.base.errors import DataError, InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import JsonDocument, show
-from dtlayout.config.loading import load_config
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config, load_plan
 
-EXAMPLE = "dtlayout data show runs/debug/nonfinite-step-00000007.json"
+if TYPE_CHECKING:
+    from dtlayout.data.samples import Samples
+
+EXAMPLE = "dtlayout data show configs/debug.toml --sample 3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the action, and the file of noted samples."""
-    parser.add_argument("action", choices=("show",), help="print the samples as text")
+    """Add the action, the config or file of noted samples, and which samples are shown."""
+    parser.add_argument("action", choices=("show",), help="print samples as text")
     parser.add_argument(
-        "file",
+        "config",
         type=Path,
-        help="a nonfinite-step-N.json or spike-step-N.json of a run folder, whose config.toml is beside it",
+        help="a config, for one sample with its targets marked; or a nonfinite-step-N.json or spike-step-N.json of a "
+        "run folder, whose config.toml is beside it, for the samples of that step",
     )
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="only so many samples; all by default")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="with a config: the sample that a new run reads as its N-th, from 0; "
+        "the first one by default",
+    )  # fmt: skip
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="with noted samples: only so many; all by default"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each sample of the step, by the tokenizer of the run."""
-    from dtlayout.data.bad_batch import BadBatch
-    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
-    from dtlayout.data.samples import open_samples
-    from dtlayout.data.tokenizer import load_tokenizer
-
+    """Print samples, by the tokenizer of the run."""
     if options.first < 0:
         raise InvalidConfig(f"--first={options.first} must not be negative")
-    bad_batch = BadBatch.read(options.file)
-    config = load_config(options.file.parent / "config.toml")
+    is_config = options.config.suffix == ".toml"
+    for name, is_taken, of in (("first", not is_config, "noted samples"), ("sample", is_config, "a config")):
+        if getattr(options, name) and not is_taken:
+            raise InvalidConfig(f"--{name} is for {of}, which {options.config} is not")
+    if options.overrides and not is_config:
+        raise InvalidConfig(f"{options.overrides[0]} is for a config, which {options.config} is not")
+    return _show_sample(options) if is_config else _show_noted(options)
+
+
+def _show_sample(options: argparse.Namespace) -> int:
+    """Print the sample of a config."""
+    from dtlayout.data.check import check_data  # only now: they import numpy
+    from dtlayout.data.shown import CLOSE, OPEN, ShownSample, show_sample
+    from dtlayout.data.tokenizer import load_tokenizer
+
+    number = options.sample or 0
+    if number < 0:
+        raise InvalidConfig(f"--sample={number} must not be negative")
+    config = load_plan(options.config, options.overrides)
+    check_data(config)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
+    shown: ShownSample = show_sample(_open(config), number, tokenizer)
+
+    def describe(_: JsonDocument) -> Iterator[str]:
+        counts = f"{plural(shown.num_tokens, 'token')}, {plural(shown.num_targets, 'target')} in {OPEN}{CLOSE}"
+        padding = f", {shown.num_padding} of padding" * bool(shown.num_padding)
+        yield f"sample {number} of a run is sample {shown.sample} of {shown.source}: {counts}{padding}"
+        for i, text in enumerate(shown.mark()):
+            yield f"--- document {i}"
+            yield text
+
+    return show(options, {"number": number, **asdict(shown)}, describe)
+
+
+def _open(config: Config) -> "Samples":
+    """Samples of [data], which is prepared where it is not."""
+    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
+    from dtlayout.data.samples import open_samples
+
     folders = [prepare_tokens(each) for each in config.data.sources]
-    samples = open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+    return open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+
+
+def _show_noted(options: argparse.Namespace) -> int:
+    """Print each sample of a step that was noted."""
+    from dtlayout.data.bad_batch import BadBatch  # only now: they import numpy
+    from dtlayout.data.tokenizer import load_tokenizer
+
+    bad_batch = BadBatch.read(options.config)
+    config = load_config(options.config.parent / "config.toml")
+    samples = _open(config)
     if samples.fingerprint != bad_batch.tokens:
-        raise DataError(f"{options.file} is of other tokens than those that its run's config.toml names now")
+        raise DataError(f"{options.config} is of other tokens than those that its run's config.toml names now")
     decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
     documents = []
     for index, (number, sample) in enumerate(bad_batch.samples[: options.first or None]):
@@ -45,10 +100,10 @@ def run(options: argparse.Namespace) -> int:
         text = decode(source.read_ids(sample).tolist())
         documents.append({"index": index, "source": source.name, "sample": sample, "text": text})
     step = {"step": bad_batch.step, "loss": bad_batch.loss, "grad_norm": bad_batch.grad_norm}
-    return show(options, {**step, "samples": documents, "_num_samples": len(bad_batch.samples)}, _describe)
+    return show(options, {**step, "samples": documents, "_num_samples": len(bad_batch.samples)}, _describe_noted)
 
 
-def _describe(document: JsonDocument) -> Iterator[str]:
+def _describe_noted(document: JsonDocument) -> Iterator[str]:
     num_samples = plural(document["_num_samples"], "sample")
     yield f"step {document['step']}: loss {document['loss']}, grad_norm {document['grad_norm']}, {num_samples}"
     for each in document["samples"]:

@@ -7,7 +7,7 @@ from math import isinf
 from typing import TypeVar
 
 from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
-from dtlayout.commands.arguments import add_config, show
+from dtlayout.commands.arguments import Answer, add_config, show_answer
 from dtlayout.commands.beside import BESIDE
 from dtlayout.commands.case import add_machines, find_other, read_case
 from dtlayout.commands.changes import CHANGES
@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the explanation of a legal layout, or refuse it."""
+    return show_answer(options, answer(options))
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    """The explanation of a legal layout, with answers to what is asked beside it."""
     found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
@@ -57,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         for question in _QUESTIONS:
             yield from question.describe(document)
 
-    return show(options, document, describe)
+    return Answer(document, describe)
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:

@@ -25,11 +25,9 @@ class Like:
         cluster = self.case.scenario.cluster
         return replace(self.case.scenario, cluster=replace(cluster, num_gpus=num_gpus or cluster.num_gpus))
 
-    def fix_kernels(self) -> dict[str, Any]:
-        """Kernels that stay as they are, since no option of the file says them."""
-        if self.file is None:
-            return {}
-        return {name: getattr(self.case.kernels, name) for name in find_unsaid_kernels(self.file, self.case)}
+    def list_unsaid(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        """Kernels that stay, and kernels that are left out, since no option of the file says them."""
+        return ({}, {}) if self.file is None else find_unsaid_kernels(self.file, self.case)
 
     def estimate(self) -> Estimate:
         """The file's own layout, as it is predicted."""

@@ -25,23 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
     from dtlayout.data.check import check_data  # only now: they import numpy
-    from dtlayout.data.extent import describe_cut_documents
+    from dtlayout.data.extent import describe_sources
 
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
     sources, notes = [], []
-    for source in [each for data in (config.data, config.validation_data) if data for each in _prepare(config, data)]:
+    for source in [each for data in (config.data, *config.held_out_data.values()) for each in _prepare(config, data)]:
         tokens = source.tokens
         if options.verify:
             tokens.verify()
         sources.append(
             {
                 "source": source.name, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
-                "num_documents": tokens.num_documents, "num_samples": source.num_samples, "num_cut": source.num_cut,
-                "num_untaught": source.count_without_targets(),
+                "num_documents": tokens.num_documents, "num_samples": source.num_samples,
+                "num_cut": source.division.num_cut, "padding_share": source.division.padding_share,
+                "num_targets": source.targets.number, "num_untaught": source.targets.num_samples_without,
             }
         )  # fmt: skip
-        notes.append(describe_cut_documents([source]))
+        notes.append(describe_sources([source]))
     document = {"sources": sources, "_notes": notes, "_seq_len": config.batch.seq_len}
     return show(options, document, _describe, indent=None)
 
@@ -51,9 +52,6 @@ def _describe(document: JsonDocument) -> Iterator[str]:
         tokens, samples = plural(source["num_tokens"], "token", ","), plural(source["num_samples"], "sample", ",")
         yield f"{tokens}, {samples} of {document['_seq_len']} in {source['folder']}"
         yield from notes
-        if num_untaught := source["num_untaught"]:
-            untaught = f"{plural(num_untaught, 'sample', ',')} of {source['source']}"
-            yield f"note: nothing is learnt from {untaught}: no token in there is a target"
 
 
 def _prepare(config: Config, data: DataConfig) -> "tuple[SampledSource, ...]":

@@ -2,13 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dtlayout.base import toml
-from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import write
-from dtlayout.base.formatting import align
+from dtlayout.base.formatting import align, plural
 from dtlayout.commands.arguments import add_world, show
 from dtlayout.commands.case import add_given
+from dtlayout.config.loading import parse_config
 from dtlayout.programs.reading import READERS, parse_given, read_program
 from dtlayout.programs.understood import Understood
 
@@ -31,11 +33,25 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"{options.file} is no file of a program that is read here; read are {known}")
     if options.output:
         write(options.output, to_toml(found), "the config")
-    document = {
+    document: dict[str, Any] = {
         "program": found.title, "engine": found.engine, "gpus": found.num_gpus, "tables": found.tables,
         "told": found.told, "options": [each._asdict() for each in found.rows],
+        "contradictions": find_contradictions(found),
     }  # fmt: skip
-    return show(options, document, lambda _: _list_lines(found))
+    return show(options, document, lambda _: _list_lines(found, document["contradictions"]))
+
+
+def find_contradictions(found: Understood) -> list[str]:
+    """Reasons why no program could train with what a file says; none where it does not say all of a job."""
+    if not found.num_gpus or not found.tables.get("model"):
+        return []
+    try:
+        config = parse_config({**found.tables, "train": {"steps": 1}})
+        return config.layout.resolve(found.num_gpus).problems(config.model, config.batch)
+    except InvalidLayout as error:
+        return error.problems
+    except InvalidConfig:  # a number that is not said
+        return []
 
 
 def to_toml(found: Understood) -> str:
@@ -46,12 +62,13 @@ def to_toml(found: Understood) -> str:
     return "\n".join(lines) + toml.dumps({name: table for name, table in found.tables.items() if table})
 
 
-def _list_lines(found: Understood) -> list[str]:
+def _list_lines(found: Understood, contradictions: list[str]) -> list[str]:
     words = {"read": "", "assumed": "assumed", "ignored": "not predicted", "no effect": "no effect"}
     rows = [
         (each.option or "(not said)", each.ours or "-", ": ".join(filter(None, (words[each.how], each.note))))
         for each in found.rows
     ]
-    gpus = f"{found.num_gpus} GPUs" if found.num_gpus else "GPUs are not said: give --world"
+    gpus = plural(found.num_gpus, "GPU") if found.num_gpus else "GPUs are not said: give --world"
     gpus += f", {found.gpus_per_node} a node" if found.num_gpus and found.gpus_per_node else ""
-    return [f"{found.title}, {gpus}", "", *align([("option", "ours", ""), *rows], ("<", "<", "<"))]
+    lines = [f"{found.title}, {gpus}", "", *align([("option", "ours", ""), *rows], ("<", "<", "<"))]
+    return [*lines, *[""] * bool(contradictions), *(f"contradicts itself: {each}" for each in contradictions)]

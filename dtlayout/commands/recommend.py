@@ -11,7 +11,7 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.base.formatting import GIB
 from dtlayout.commands.adapter_options import add_adapter, with_adapter
-from dtlayout.commands.arguments import MODELS, name_gpu, show
+from dtlayout.commands.arguments import MODELS, Answer, name_gpu, show_answer
 from dtlayout.commands.case import add_given
 from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.commands.recommend_document import BASELINES, compare_like, make_document, make_scale_document
@@ -89,28 +89,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, and print the layouts that were found."""
+    return show_answer(options, answer(options))
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    """The layouts that a search finds, or clusters side by side; writes the files that are asked for."""
     was_enabled = gc.isenabled()
     gc.disable()  # many small values and no cycles: collecting would take a tenth of the time
     try:
-        return _run(options)
+        return _answer(options)
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _answer(options: argparse.Namespace) -> Answer:
     _check(options)
-    fixed = read_fixed(options.fix)
-    avoided = read_avoided(options.avoid, fixed)
     like = _read_like(options)
-    if like is not None:
-        fixed = {**like.fix_kernels(), **fixed}
-
-    def make_scenario(num_gpus: int | None = None) -> Scenario:
-        return _read_scenario(options, num_gpus) if like is None else like.scenario_on(num_gpus)
 
     def make_space(num_gpus: int | None = None) -> Space:
-        return Space(make_scenario(num_gpus), fixed, avoided)
+        return _make_space(options, like, num_gpus)
 
     if options.scale:
         rows = scale([make_space(num_gpus) for num_gpus in _read_sizes(options.scale)], options.max_memory)
@@ -119,9 +117,9 @@ def _run(options: argparse.Namespace) -> int:
             from dtlayout.commands.recommend_scale_page import write_scale_page  # only now: it imports matplotlib
 
             write_scale_page(options.page, document)
-        return show(options, document, describe_scale)
+        return Answer(document, describe_scale)
     if options.min_gpus:
-        per_node = make_scenario(options.gpus or 1).cluster.gpus_per_node
+        per_node = make_space(options.gpus or 1).scenario.cluster.gpus_per_node
         space = find_smallest(make_space, per_node, 1.0 if options.max_memory is None else options.max_memory)
     else:
         space = make_space()
@@ -132,7 +130,23 @@ def _run(options: argparse.Namespace) -> int:
         from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
 
         write_page(options.page, document)
-    return show(options, document, describe)
+    return Answer(document, describe)
+
+
+def read_space(options: argparse.Namespace) -> Space:
+    """The layouts among which a question searches; refused as the question is."""
+    _check(options)
+    return _make_space(options, _read_like(options))
+
+
+def _make_space(options: argparse.Namespace, like: "Like | None", num_gpus: int | None = None) -> Space:
+    fixed = read_fixed(options.fix)
+    avoided = read_avoided(options.avoid, fixed)
+    if like is None:
+        return Space(_read_scenario(options, num_gpus), fixed, avoided)
+    kept, unsaid = like.list_unsaid()
+    avoided = {name: [*unsaid.get(name, []), *avoided.get(name, [])] for name in {**unsaid, **avoided}}
+    return Space(like.scenario_on(num_gpus), {**kept, **fixed}, avoided)
 
 
 def _search(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
@@ -32,20 +32,15 @@ class TheirFile(NamedTuple):
     overrides: Sequence[str]
     options: argparse.Namespace
 
-    @property
-    def is_script(self) -> bool:
-        """True for a script, whose options have dashes."""
-        return self.found.file is not None and self.found.file.tree is None
-
     def says_otherwise(self, case: Case, layout: Layout, kernels: Kernels) -> bool:
-        """True if the program's options for a layout with kernels are others than those of the case."""
+        """True if the program's options can say a layout with kernels, and are others than those of the case."""
         if self.found.options is None:
             return False
-        jobs = [
-            Job(case.scenario, estimate(case.scenario, *each), _STEPS)
+        (now, lacks), (other, other_lacks) = (
+            self.found.options(Job(case.scenario, estimate(case.scenario, *each), _STEPS))
             for each in ((case.layout, case.kernels), (layout, kernels))
-        ]
-        return self.found.options(jobs[0])[0] != self.found.options(jobs[1])[0]
+        )
+        return now != other and {*other_lacks} <= {*lacks}
 
     def find_patch(self, case: Case, wanted: Estimate) -> Patch:
         """The patch that turns the file's job into a layout with its kernels; InvalidConfig where there is none.
@@ -56,11 +51,13 @@ class TheirFile(NamedTuple):
 
         def says(text: str) -> bool:
             assert self.found.file is not None, "a patch has a file"
-            again = read_again(self.found.file, text)
+            again = read_again(self.found.file._replace(num_gpus=self.found.num_gpus), text)
             if again is None:
                 return False
             other = read_other(again, self.path, self.overrides, self.options, notes=False)
-            same = replace(other.scenario, cluster=case.scenario.cluster) == case.scenario
+            # Rows of the vocabulary are padded for tp by some programs.
+            model = replace(other.scenario.model, vocab_size=case.scenario.model.vocab_size)
+            same = replace(other.scenario, cluster=case.scenario.cluster, model=model) == case.scenario
             return same and other.kernels == wanted.kernels and _is_same(other.layout, wanted)
 
         return find_patch(self.found, Job(case.scenario, before, _STEPS), Job(case.scenario, wanted, _STEPS), says)
@@ -68,7 +65,7 @@ class TheirFile(NamedTuple):
     def describe_patch(self, case: Case, wanted: Estimate) -> list[str]:
         """The changes to a layout in words of the file, or why it has none."""
         try:
-            return list(self.find_patch(case, wanted).describe(is_script=self.is_script))
+            return list(self.find_patch(case, wanted).describe(has_flags=self.found.takes_flags))
         except InvalidConfig as error:
             return error.problems
 
@@ -82,7 +79,7 @@ class TheirFile(NamedTuple):
         if path.suffix in _DIFFS:
             text = write_diff(self.path, self.found.file.text, text)
         write(path, text, "the changed file")
-        return list(patch.describe(is_script=self.is_script))
+        return list(patch.describe(has_flags=self.found.takes_flags))
 
 
 def _is_same(layout: Layout, wanted: Estimate) -> bool:
@@ -94,7 +91,14 @@ def _is_same(layout: Layout, wanted: Estimate) -> bool:
     return replace(one, stage_layers=()) == replace(other, stage_layers=())
 
 
-def find_unsaid_kernels(file: TheirFile, case: Case) -> list[str]:
-    """Operations whose kernel no option of the file's program says."""
-    said = {name for name, others in other_kernels(case.kernels) if file.says_otherwise(case, case.layout, others)}
-    return [name for name in KERNEL_NAMES if name not in said]
+def find_unsaid_kernels(file: TheirFile, case: Case) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Operation → kernel that stays, since the program's options say no other one; and operation → kernels that they
+    do not say, of the other operations."""
+    said, unsaid = set[str](), dict[str, list[Any]]()
+    for name, others in other_kernels(case.kernels):
+        if file.says_otherwise(case, case.layout, others):
+            said.add(name)
+        else:
+            unsaid.setdefault(name, []).append(getattr(others, name))
+    kept = {name: getattr(case.kernels, name) for name in KERNEL_NAMES if name not in said}
+    return kept, {name: values for name, values in unsaid.items() if name in said}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import three_digits
-from dtlayout.commands.arguments import JsonDocument, show
+from dtlayout.commands.arguments import Answer, JsonDocument, show_answer
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
 from dtlayout.costmodel.scenario import NO_TIME
@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw the pipeline's part of a step; InvalidConfig without a pipeline, or if that step was not recorded."""
+    return show_answer(options, answer(options))
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    """The pipeline's part of a step; writes the files that are asked for. InvalidConfig as `run`."""
     if options.width < 1:
         raise InvalidConfig(f"--width {options.width} shows nothing; use 1 or more")
     step, measured = None, None
@@ -79,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         "_width": options.width,
         "_written": [path for path in (options.page, options.trace, options.csv) if path],
     }
-    return show(options, document, _describe)
+    return Answer(document, _describe)
 
 
 def _describe(document: JsonDocument) -> Iterator[str]:

@@ -20,7 +20,7 @@ from dtlayout.models.weights import check_init_from
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
-from dtlayout.spec.optimizers import RoleOptimizer
+from dtlayout.spec.optimizers import RoleOptimizer, check_state_format
 from dtlayout.spec.trackers import package_problems
 
 
@@ -43,6 +43,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     problems += describe([broken for rule in _RULES for broken in rule(config)])
     problems += find_training_lacks(trainer, layout, model, config.precision)
     problems += describe(check_formats(device, config.precision) + check_update_format(device, config.optimizer))
+    problems += describe(check_state_format(config.optimizer))
     problems += kernels.problems(config.request_kernels(device, layout))
     if problems:
         raise InvalidLayout(problems)
@@ -100,13 +101,16 @@ def _check_spikes(config: Config) -> list[Refusal]:
     return [Refusal("spikes.action", what, 'use save=true or action="skip"')]
 
 
-def _check_warmup(config: Config) -> list[Refusal]:
-    """The learning rate reaches its highest value before the run ends, or before it has fallen."""
+def check_warmup(config: Config) -> list[Refusal]:
+    """The learning rate reaches its highest value before the run ends, or before it has fallen.
+
+    Nothing is refused where `train.epochs` says the length, before the number of steps is known.
+    """
     optimizer = config.optimizer
     name, num_steps = "train.steps", config.train.steps
     if optimizer.decay_steps:
         name, num_steps = "optimizer.decay_steps", optimizer.decay_steps
-    if optimizer.warmup_steps <= num_steps:
+    if optimizer.warmup_steps <= num_steps or not num_steps:
         return []
     warmup = f"optimizer.warmup_steps={optimizer.warmup_steps} is more than {name}={num_steps}"
     advice = "use fewer, or optimizer.decay_steps=N for the first steps of a run of N"
@@ -154,7 +158,7 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
-    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, _check_warmup, _check_roles,
+    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, check_warmup, _check_roles,
     _check_loss_scale, _check_disk, _check_traced,
 )  # fmt: skip
 """Rules of sections beside each other."""

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, replace
 
 from dtlayout.base import toml
-from dtlayout.base.source_names import find_held_out_split
+from dtlayout.base.dataset_folders import find_held_out_split
 from dtlayout.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -12,6 +12,7 @@ from dtlayout.config.sections import (
     SpikesConfig,
     TrainConfig,
     ValidationConfig,
+    ValidationSet,
 )
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.device import Device, expect_device
@@ -48,15 +49,27 @@ class Config:
 
     @property
     def validation_data(self) -> DataConfig | None:
-        """A [data] section with the sources of [validation]; None where nothing is validated."""
-        if not self.validation.source:
-            return None
-        v, data = self.validation, self.data
+        """A [data] section with the source of the run's validation loss; None where nothing is validated."""
+        return next(iter(self.held_out_data.values()), None)
+
+    @property
+    def held_out_data(self) -> dict[str, DataConfig]:
+        """For each set of [validation] a [data] section with its source; `validation.source` comes first, as ""."""
+        own = {"": self.validation} if self.validation.source else {}
+        return {name: self._hold_out(each) for name, each in (own | {s.name: s for s in self.validation.sets}).items()}
+
+    def _hold_out(self, v: ValidationConfig | ValidationSet) -> DataConfig:
+        data = self.data
         return replace(
             data, source=v.source, split=find_held_out_split(v.source, v.split), mixture=(), max_tokens=0,
             text_field=v.text_field or data.text_field,
             messages_field=v.messages_field or ("" if v.text_field else data.messages_field),
         )  # fmt: skip
+
+    def count_held_out_batches(self, name: str) -> int:
+        """Global batches of a set of [validation] that are measured; 0 for all."""
+        own = {each.name: each.batches for each in self.validation.sets}.get(name, 0)
+        return own or self.validation.batches
 
     def request_kernels(self, device: Device, layout: Layout) -> KernelRequest:
         """Everything that this run asks of kernels on a device, with a layout."""

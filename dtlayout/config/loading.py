@@ -15,6 +15,7 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_path_problem
 from dtlayout.config.config import Config
+from dtlayout.config.new_rows import add_rows
 from dtlayout.config.sections import TrainConfig
 from dtlayout.models.beside import KEPT, TOKENIZER, has_other_tokenizer
 from dtlayout.models.files import complete
@@ -40,11 +41,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a file that may leave out `train.steps`, for commands that only predict.
 
-    Without them the number of steps is PLANNED_STEPS.
+    Without them, and without `train.epochs`, the number of steps is PLANNED_STEPS.
     """
     tables = _read_tables(path, overrides)
     tables.setdefault("train", {})
-    if isinstance(train := tables["train"], dict):
+    if isinstance(train := tables["train"], dict) and not train.get("epochs"):
         train.setdefault("steps", PLANNED_STEPS)
     return parse_config(tables)
 
@@ -80,6 +81,11 @@ def parse_config(tables: dict[str, Any]) -> Config:
         tables = _choose_tokenizer(tables)
     except InvalidConfig as error:
         problems += error.problems
+    if isinstance(model, dict):
+        run_folder = str(_find_train(tables).get("run_folder", TrainConfig.run_folder))
+        folder = _find_init_from(tables)
+        folder = None if folder is None or is_peft(folder) else folder
+        model = add_rows(model, tables, folder, expand(run_folder) if has_begun(run_folder) else None)
     needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
         config = toml.parse({**needed, **tables, "model": model}, Config)
@@ -107,15 +113,21 @@ def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _find_init_from(tables: Mapping[str, Any]) -> Path | None:
     """The path of `train.init_from`; None without one, or where it can be no path."""
-    train = tables.get("train")
-    named = train.get("init_from") if isinstance(train, dict) else None
+    named = _find_train(tables).get("init_from")
     return expand(named) if isinstance(named, str) and named and not find_path_problem(named) else None
+
+
+def _find_train(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table [train]; empty where it is none."""
+    train = tables.get("train")
+    return train if isinstance(train, dict) else {}
 
 
 def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `--section.key=value` into the tables; a value that is no TOML is a string.
 
     `--layout=NAME` sets each key that a printed layout names. `--model=M` puts another model in the place of [model].
+    `--train.steps` takes the place of `train.epochs` in the file, and the other way round.
     """
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
@@ -136,6 +148,11 @@ def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
             if not isinstance(table, dict):
                 raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
         table[last] = toml.parse_value(value)
+    given = {text.removeprefix("--").partition("=")[0] for text in overrides}
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        train = tables.get("train")
+        if f"train.{name}" in given and f"train.{other}" not in given and isinstance(train, dict) and train[name]:
+            train.pop(other, None)
 
 
 def _name_source(train: Any) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _describe(title: str, of: type) -> Section:
     keys = [
         Key(
             name=f.name, type=toml.describe_type(hints[f.name]), default=_show_default(f),
-            rule=_find_rule(f, hints[f.name]), meaning=_explain(of, f.name),
+            rule=_find_rule(f, hints[f.name]), meaning=find_meaning(of, f.name),
         )
         for f in fields(of)
     ]  # fmt: skip
@@ -109,8 +109,8 @@ def _find_rule(f: "Field[Any]", hint: Any) -> str:
     return f"{which} {', '.join(names)}" if known else str(f.metadata.get("rule", ""))
 
 
-def _explain(of: type, name: str) -> str:
-    """The meaning of a field: the string below it, or empty if it has none.
+def find_meaning(of: type, name: str) -> str:
+    """Meaning of a dataclass's field: the string below it, or empty if it has none.
 
     A string that starts with `Class.field`, of the same module and with the same field name, starts with the meaning
     there instead.
@@ -121,7 +121,7 @@ def _explain(of: type, name: str) -> str:
     text = _read_sentences(owner)[name]
     if other := re.match(rf"`([A-Z]\w*)\.{name}`", text):
         kind = getattr(sys.modules[owner.__module__], other[1])
-        text = _explain(kind, name).removesuffix(".") + text[other.end() :]
+        text = find_meaning(kind, name).removesuffix(".") + text[other.end() :]
     return text
 
 

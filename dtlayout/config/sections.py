@@ -18,7 +18,7 @@ class Source(Ranged, section="data.mixture"):
     weight: float = ranged("must be above 0 and finite", 1.0)
     """Share of the samples; the weights of all sources need not add up to 1."""
     split: str = ranged("must not be empty or hold a NUL", "train")
-    """Split of a dataset on the HF hub; local files have one split, train."""
+    """Split of a dataset of the HF hub, or of a local one that has splits; other local files have one, train."""
     text_field: str = "text"
     """Field that holds a document's text."""
     messages_field: str = ""
@@ -30,10 +30,10 @@ class DataConfig(Ranged, section="data"):
     """Documents to train on, and how they become tokens and samples."""
 
     source: str = path_key("python-stdlib")
-    """Source of tokens: a .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or
-    python-stdlib."""
+    """Source of tokens: a .txt, .jsonl, .json, .parquet or .arrow file, a folder or glob of them, a clone of a dataset
+    of the HF hub or its name there, or python-stdlib."""
     split: str = ranged("must not be empty or hold a NUL", "train")
-    """Split of a dataset on the HF hub; local files have one split, train."""
+    """Split of a dataset of the HF hub, or of a local one that has splits; other local files have one, train."""
     text_field: str = "text"
     """Field that holds a document's text."""
     messages_field: str = ""
@@ -42,11 +42,13 @@ class DataConfig(Ranged, section="data"):
     """Several sources, each with a weight, in the place of `source`."""
     chat_template: str = path_key("")
     """A Jinja file that writes conversations as text; empty for the tokenizer's own template."""
-    loss_on: Literal["answers", "all"] = "answers"
-    """Tokens of a conversation that are targets: those of the answers, or all. In text all tokens are targets."""
-    samples: Literal["packed", "padded"] = "packed"
+    loss_on: Literal["answers", "last", "all"] = "answers"
+    """Tokens of a conversation that are targets: those of the answers, of the last answer, or all. In text all tokens
+    are targets."""
+    samples: Literal["packed", "padded", "best-fit"] = "packed"
     """How documents become samples. packed: one row of all documents is cut into samples. padded: each document is a
-    sample, which is cut or filled up."""
+    sample, which is cut or filled up. best-fit: whole documents fill each sample, and only one that is longer than a
+    sample is cut."""
     tokenizer: str = path_key("bytes")
     """Tokenizer: bytes, or the path of a tokenizer.json or of its folder. Where none is named, it is the tokenizer of
     `train.init_from`."""
@@ -56,6 +58,9 @@ class DataConfig(Ranged, section="data"):
     """Whether documents that share a sample do not attend to each other; the loss and its targets stay the same."""
     max_tokens: int = ranged("must not be negative", 0)
     """Most tokens to prepare of each source; 0 for all."""
+    max_bad_rows: int = ranged("must not be negative", 0)
+    """Most rows of each source that are left out since they cannot be read or lack a field. One more is refused, by its
+    file and number."""
     folder: str = path_key("data/tokens")
     """Folder of prepared tokens, which later runs use again."""
 
@@ -73,13 +78,35 @@ class DataConfig(Ranged, section="data"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationSet(Ranged, section="validation.sets"):
+    """One of several sets of documents on which the loss is measured, each by itself."""
+
+    name: str = ranged("must be of letters, digits, -, _ and .")
+    """Name of the set's loss in lines, files and trackers."""
+    source: str = path_key()
+    """Source of tokens, named as `data.source` is."""
+    split: str = ""
+    """Split, as `validation.split`."""
+    text_field: str = ""
+    """Field that holds a document's text, as `validation.text_field`."""
+    messages_field: str = ""
+    """Field that holds a conversation, as `validation.messages_field`."""
+    batches: int = ranged("must not be negative", 0)
+    """Global batches that are measured; 0 for as many as `validation.batches` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Ranged, section="validation"):
     """Documents on which the loss is also measured, without training on them; they are tokenized as the data is."""
 
     source: str = path_key("")
-    """Source of tokens, named as `data.source` is; empty for no validation."""
+    """Source of tokens, named as `data.source` is; empty for none."""
+    sets: tuple[ValidationSet, ...] = ()
+    """Several sets, each with a name and a loss of its own, beside `source` or in its place. The loss of the run is
+    that of `source`, or else of the first set."""
     split: str = ""
-    """Split of a dataset on the HF hub, by default validation; local files have one split, train."""
+    """Split of a dataset of the HF hub or of a local one that has splits, by default validation; other local files have
+    one, train."""
     text_field: str = ""
     """Field that holds a document's text. If it is named, documents are read as text even where the data are
     conversations. Empty for the field of the data."""
@@ -87,20 +114,35 @@ class ValidationConfig(Ranged, section="validation"):
     """Field that holds a conversation; empty for the field of the data, if `text_field` is empty too."""
     every: int = ranged("must not be negative", 100)
     """Steps between measurements; with 0 the loss is measured at the end alone."""
-    batches: int = ranged("must be at least 1", 8)
-    """Global batches that are measured, the same ones each time; fewer where the source has no more."""
+    at_start: bool = False
+    """Whether the loss is also measured before the first step of a new run, as step 0."""
+    batches: int = ranged("must not be negative", 8)
+    """Global batches that are measured, the same ones each time, drawn from the whole source; fewer where it has no
+    more. With 0 all of it is measured."""
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for names of sets that are not different."""
+        names = [each.name for each in self.sets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [Refusal("sets", f"validation.sets has {name!r} twice", "give each a name of its own") for name in twice]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Ranged, section="train"):
     """Length, first weights, folder, device and seed of a run, and when it ends early."""
 
-    steps: int = ranged("must be at least 1")
-    """Optimizer steps of the whole run, including those before it was resumed."""
+    steps: int = ranged("must not be negative", 0)
+    """Optimizer steps of the whole run, including those before it was resumed; 0 where `epochs` says how many."""
+    epochs: float = ranged("must be at least 0 and finite", 0.0)
+    """Length of the whole run in passes over the samples, in the place of `steps`: steps follow, rounded up, from the
+    number of samples, that of all sources together."""
     init_from: str = path_key("")
     """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
     are those of the folder too, where the config has no [model]. Or a PEFT folder, whose adapter is trained further,
     beside the frozen model that it names."""
+    new_rows: Literal["mean", "normal"] = "mean"
+    """First values of rows of embedding and head that the model of `init_from` lacks, because the tokenizer has more
+    tokens or tp does not divide the rows. mean: that of the rows that are there. normal: drawn as first weights are."""
     run_folder: str = path_key("runs/latest")
     """Folder for metrics, summary, config and checkpoints, by default named like the config file. A run in the same
     folder is resumed."""
@@ -123,6 +165,14 @@ class TrainConfig(Ranged, section="train"):
     """Whether CUDA runs only kernels that give the same bits each time, which are slower. A CPU always does so."""
     force: bool = False
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal unless exactly one key says the length."""
+        if self.steps and self.epochs:
+            what = f"train.steps={self.steps} and train.epochs={self.epochs:g} both say the length of the run"
+            return [Refusal("steps", what, "use one of them, and 0 for the other")]
+        missing = Refusal("steps", "train.steps is missing", "say how many, or how many train.epochs")
+        return [missing] * (not self.steps and not self.epochs)
 
 
 @dataclass(frozen=True, kw_only=True)

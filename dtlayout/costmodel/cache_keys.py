@@ -132,11 +132,15 @@ class StageClass(NamedTuple):
     first: int = 0
     """Index of its first block, but at most the number of a model's first blocks that differ from the others."""
 
+    phase: int = 0
+    """Place of its first block among the blocks of a period, where several of each are recomputed."""
+
     @classmethod
     def of(cls, stage: StageSlice, recompute: Recompute, num_first: int = 0) -> "StageClass":
         """The class of a stage of a model whose first blocks, so many, differ from the others."""
         first = min(stage.layers.start, num_first)
-        return cls(len(stage.layers), recompute.count(stage.layers), stage.embedding, stage.head, first)
+        phase = stage.layers.start % recompute.every if recompute.number > 1 else 0
+        return cls(len(stage.layers), recompute.count(stage.layers), stage.embedding, stage.head, first, phase)
 
     @property
     def example(self) -> StageSlice:

@@ -155,6 +155,8 @@ class Features:
     them."""
     always_sequence_parallel: bool = False
     """True if tensor parallelism always shards the sequence too."""
+    has_sequence_parallel: bool = True
+    """True if tensor parallelism can shard the sequence too."""
     data_parallel: tuple[str, ...] = DATA_PARALLEL
     """Kinds of data parallelism that the program has, of `DATA_PARALLEL`."""
     highest_zero: Literal[1, 2, 3] = 3
@@ -183,6 +185,13 @@ class Features:
     """True if the logits are freed before the gradient of a loss in plain PyTorch is computed."""
     fuses_swiglu: bool = False
     """True if a gated activation is one kernel that keeps its two inputs for backward, and not silu(gate) too."""
+    computes_in_place: bool = False
+    """True if a rank that shares its state with nobody computes with its parameters where they lie, unless they are
+    cast for that. FSDP2 copies them even then."""
+    shards_frozen: bool = True
+    """True if below ZeRO-3 ranks share frozen parameters too, and gather them for a step; else each has them whole."""
+    adds_up_whole: bool = False
+    """True if gradients of several microbatches are added up whole and reduced once, whatever the stage of ZeRO."""
     reports_reserved: bool = False
     """True if the printed peak counts all bytes that the allocator has reserved, with fragments; else it counts the
     bytes that are allocated at once."""

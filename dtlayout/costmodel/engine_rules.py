@@ -132,7 +132,9 @@ def _check_axes(engine: Engine, layout: Layout) -> list[Refusal]:
 
 
 def _check_sequence_parallel(engine: Engine, layout: Layout) -> list[Refusal]:
-    """tp goes without sequence parallelism only where the engine can switch that off."""
+    """tp goes without sequence parallelism where the engine can switch that off, and with it where it has that."""
+    if layout.shards_sequence and not engine.features.has_sequence_parallel:
+        return [_lack(engine, "layout.sequence_parallel=true", "use layout.sequence_parallel=false")]
     if layout.tp == 1 or layout.sequence_parallel or not engine.features.always_sequence_parallel:
         return []
     return [_lack(engine, "layout.sequence_parallel=false", "use layout.sequence_parallel=true")]

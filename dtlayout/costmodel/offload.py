@@ -34,7 +34,7 @@ from dtlayout.costmodel.cache_keys import StageLayout
 from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, list_trained
-from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, count_reductions, count_state_shards, leaves_frozen_whole
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.spec.kernels import Kernels
@@ -99,7 +99,9 @@ def _kept_bytes(scenario: Scenario, layout: Layout, num_parameters: float, apart
 
 
 def _frozen_bytes(scenario: Scenario, layout: Layout, apart: Apart) -> float:
-    """Bytes of a rank's shard of frozen parameters, as they are stored."""
+    """Bytes of a rank's shard of frozen parameters, as they are stored; 0 where the device keeps them whole."""
+    if leaves_frozen_whole(scenario, layout):
+        return 0.0
     held = apart.frozen.shard(layout) - apart.spared / count_state_shards(layout)
     return BYTES[scenario.precision.compute] * held
 
@@ -161,7 +163,7 @@ def copied_s(
             covered = Recompute.parse(layout.recompute)
             seconds += 2 * m * sum(kept_s if covered.covers(layer) else whole_s for layer in layers)
         if layout.offloads_state:
-            gathers, reductions = (2 * m if layout.zero == 3 else 1), (m if layout.zero > 1 else 1)
+            gathers, reductions = (2 * m if layout.zero == 3 else 1), count_reductions(scenario, layout, m)
             times = state_times(scenario, layout, *own)
             seconds += reductions * times.gradients_s + gathers * times.masters_s
         longest_s = max(longest_s, seconds)

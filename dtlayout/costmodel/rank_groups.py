@@ -62,6 +62,6 @@ def group_stages(stages: Sequence[StageSlice], pipeline: PipelineLayout, num_fir
         above = classes[: members[-1]]
         before = tuple(Counter(above).items())
         recomputes, has_head = any(c.num_recomputed for c in group), any(c.head for c in group)
-        counts = tuple(Counter(c._replace(num_recomputed=0) for c in group).items())
+        counts = tuple(Counter(c._replace(num_recomputed=0, phase=0) for c in group).items())
         groups.append(RankGroup(tuple(members), group, counts, before, recomputes, has_head))
     return Stages(classes, tuple(dict.fromkeys(classes)), tuple(groups))

@@ -28,7 +28,7 @@ from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Kernels, OpenKernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.optimizers import AdamW, Optimizer
+from dtlayout.spec.optimizers import AdamW, Optimizer, check_state_format
 from dtlayout.spec.precision import ALIGNMENT, BYTES, MATMUL_FORMATS, Precision
 
 
@@ -153,6 +153,7 @@ def find_scenario_lacks(scenario: Scenario) -> list[str]:
     if scenario.engine.name == OWN_ENGINE:  # of others there are published runs in what they call bf16
         broken += check_compute_format(scenario.device, precision.compute)
         broken += check_update_format(scenario.device, scenario.optimizer)
+        broken += check_state_format(scenario.optimizer)
         broken += check_scaled_model(scenario.engine, precision, scenario.model)
     broken += check_fake_quant_model(scenario.engine, precision, scenario.model)
     return describe(broken) + find_model_lacks(scenario.engine, scenario.model)
@@ -199,6 +200,19 @@ def count_expert_shards(layout: Layout) -> int:
     """Ranks that share the state of the experts that they all hold, as `count_state_shards` of everything else."""
     is_sharded = layout.dp_shard > 1 or layout.dp == 1
     return max(1, layout.dp_shard * layout.cp * layout.tp // layout.ep) if is_sharded else 1
+
+
+def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
+    """How often gradients are summed over data-parallel ranks in a step of m microbatches."""
+    features = scenario.engine.features
+    is_each = layout.zero > 1 and (features.sharding == "fsdp2" or layout.pp == 1)
+    return m if is_each and not features.adds_up_whole else 1
+
+
+def leaves_frozen_whole(scenario: Scenario, layout: Layout) -> bool:
+    """Whether each rank of a stage has all of its frozen parameters, although ranks share the others."""
+    features = scenario.engine.features
+    return layout.zero < 3 and (features.sharding != "fsdp2" or not features.shards_frozen)
 
 
 def tokens_of(scenario: Scenario, layout: Layout) -> float:

@@ -14,8 +14,10 @@ from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
     count_expert_shards,
+    count_reductions,
     count_state_shards,
     gathers_weights_cast,
+    leaves_frozen_whole,
     saved_by_casts,
 )
 from dtlayout.spec.layout import Layout
@@ -127,12 +129,6 @@ def hidden_share(scenario: Scenario) -> float:
     return scenario.engine.constants.overlap if overlaps else 0.0
 
 
-def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
-    """How often gradients are summed over data-parallel ranks in a step of m microbatches."""
-    is_each = layout.zero > 1 and (scenario.engine.features.sharding == "fsdp2" or layout.pp == 1)
-    return m if is_each else 1
-
-
 class Sent(NamedTuple):
     """Seconds of what a step sends for a rank's parameters, by the microbatch behind which it can hide."""
 
@@ -199,8 +195,7 @@ def _spared_bytes(scenario: Scenario, layout: Layout, frozen: float, spared: flo
 
     Elsewhere it is what a quantized base spares, in parameters of the compute format.
     """
-    is_left_whole = scenario.engine.features.sharding != "fsdp2" and layout.zero < 3
-    return _weight_size(scenario) * (frozen if is_left_whole else spared)
+    return _weight_size(scenario) * (frozen if leaves_frozen_whole(scenario, layout) else spared)
 
 
 def _gradient_size(scenario: Scenario) -> float:

@@ -22,7 +22,7 @@ from typing import Any, cast
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import expand, parse_json
 from dtlayout.base.interpreter import run_module
-from dtlayout.data.template import ChatMessage, Spans, scale_limit
+from dtlayout.data.template import Answers, ChatMessage, scale_limit
 from dtlayout.data.tokenizer import find_file
 from dtlayout.models.beside import TEMPLATE_NAME
 
@@ -59,11 +59,12 @@ class ChatTemplate:
         self.check()
         return str(self._ask(("render", list(messages), tools, asks))["text"])
 
-    def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None) -> tuple[str, Spans]:
-        """Text of a conversation, and the spans of its answers: see `dtlayout.data.template`."""
+    def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None, *, only_last: bool = False) -> Answers:
+        """Text of a conversation, and its answers, or the last one alone: see `dtlayout.data.template`."""
         self.check()
-        found = self._ask(("find_answers", list(messages), tools))
-        return str(found["text"]), [(int(first), int(end)) for first, end in found["spans"]]
+        found = self._ask(("find_answers", list(messages), tools, only_last))
+        spans = [(int(first), int(end)) for first, end in found["spans"]]
+        return Answers(str(found["text"]), spans, bool(found["is_answered"]), int(found["num_rewritten"]))
 
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "DTLAYOUT_PLUGINS"}

@@ -13,7 +13,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.data.prepare import prepare_head
-from dtlayout.data.samples import check_held_out, open_samples
+from dtlayout.data.samples import open_samples
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
@@ -27,11 +27,10 @@ def check_data(config: Config) -> None:
 
     It also refuses a [validation] that reads training data.
     """
-    validation = config.validation_data
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)  # all sources have the same one
-    refuse_larger(tokenizer.vocab_size, config.model.vocab_size)
+    refuse_larger(tokenizer.vocab_size, config.model.num_ids)
     listed = [(data, _list_checked(data)) for data in config.data.sources]
-    if validation:
+    for validation in config.held_out_data.values():
         ours = _list_checked(validation)
         for data, theirs in listed:
             _refuse_trained_on(validation, ours, data, theirs)
@@ -47,24 +46,18 @@ def _list_checked(data: DataConfig) -> list[Path]:
 
 def check_beginnings(config: Config) -> None:
     """Raise DataError if preparing or cutting the first rows of a source fails, as it would in training."""
-    batch, validation = config.batch, config.validation_data
     with tempfile.TemporaryDirectory() as folder:
-        _check_beginnings(config, config.data, batch.seq_len + 1, Path(folder))
-        if validation:
-            _check_beginnings(config, validation, batch.num_tokens + 1, Path(folder), is_held_out=True)
+        for data in (config.data, *config.held_out_data.values()):
+            _check_beginning(config, data, Path(folder))
 
 
-def _check_beginnings(
-    config: Config, data: DataConfig, least_tokens: int, folder: Path, *, is_held_out: bool = False
-) -> None:
-    """Check the first rows of each source of [data] or [validation], at least `least_tokens` ids each."""
-    heads = [prepare_head(each, max(_HEAD_TOKENS, least_tokens), folder) for each in data.sources]
+def _check_beginning(config: Config, data: DataConfig, folder: Path) -> None:
+    """Check the first rows of each source of [data] or of a set of [validation], at least one sample each."""
+    heads = [prepare_head(each, max(_HEAD_TOKENS, config.batch.seq_len + 1), folder) for each in data.sources]
     if None in heads:
         return
-    folders, are_whole = zip(*filter(None, heads), strict=True)
-    samples = open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
-    if is_held_out and (all(are_whole) or data.samples == "packed"):  # a document far behind is a sample, too
-        check_held_out(samples, str(data.source))
+    folders, _ = zip(*filter(None, heads), strict=True)
+    open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
 
 
 def _refuse_trained_on(validation: DataConfig, ours: list[Path], data: DataConfig, theirs: list[Path]) -> None:

@@ -1,12 +1,11 @@
 """Rows of a corpus as documents: ids, and a loss mask that says which of them are targets.
 
 In plain text all ids are targets. In a conversation only the answers are, each with the token that ends it, unless
-`loss_on` says "all".
+`loss_on` says "last", for the last answer alone, or "all".
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ from dtlayout.base.errors import DataError
 from dtlayout.base.files import parse_json
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
-from dtlayout.data.sources import Corpus, SourceRow
+from dtlayout.data.readers import BadRow, SourceRow
+from dtlayout.data.sources import Corpus
 from dtlayout.data.template import Spans
 from dtlayout.data.tokenizer import Ids, Tokenizer
 
@@ -34,18 +34,36 @@ class Document(NamedTuple):
     """For each id whether it counts as a target; None if all of them do."""
     has_text: bool
     """Whether the document has any text or answer to learn from."""
+    num_rewritten: int = 0
+    """Answers that are no targets, since the template has rewritten them."""
 
 
-def read_documents(corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, skip: int = 0) -> Iterator[Document]:
-    """The documents of a corpus after the first `skip`; one batch is tokenized while the next one is read.
+class Read(NamedTuple):
+    """A row that was read, or the end of a unit."""
 
-    DataError, with file and row, for a row that lacks a field that `data` names.
+    unit: int
+    """Index of the unit of the corpus."""
+    row: int
+    """Number of the row there; at the end of the unit, the number of its rows."""
+    document: Document | None
+    """The row's document; None at the end of the unit."""
+
+
+def read_documents(
+    corpus: Corpus,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    firsts: Sequence[int | None],
+    note_bad: Callable[[int, int, str], None],
+) -> Generator[Read, None, None]:
+    """The documents of a corpus; one batch is tokenized while the next one is read.
+
+    `firsts` has for each unit the number of the row to begin with, or None for a unit that is not read. `note_bad` is
+    called with unit, row and reason, which names the place, for a row that cannot be read or lacks a field that `data`
+    names; what it raises ends the reading. DataError where a file cannot be read any further.
     """
-    rows = enumerate(corpus.read())
-    for _ in islice(rows, skip):
-        pass
     kind = _Chats(data, tokenizer) if data.messages_field else _Texts(data, tokenizer)
-    yield from _encode_ahead(_batch(_read(rows, corpus, kind)), kind.encode)
+    yield from _encode_ahead(_batch(_read(corpus, kind, firsts, note_bad)), kind.encode)
 
 
 class _Text(NamedTuple):
@@ -56,6 +74,7 @@ class _Text(NamedTuple):
     """Spans of the answers in a conversation; None where all text is a target."""
     is_answered: bool = True
     """Whether the last message is an answer."""
+    num_rewritten: int = 0
 
 
 class _Texts:
@@ -90,7 +109,7 @@ class _Chats:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
-        self.trains_on_all = data.loss_on == "all"
+        self.loss_on = data.loss_on
 
     def read(self, row: SourceRow) -> _Text:
         """The text of a row's conversation; DataError, without file and row, if the row holds none."""
@@ -101,16 +120,15 @@ class _Chats:
         if not all("role" in each for each in messages):
             raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
         tools = _read_tools(row.get("tools"))
-        if self.trains_on_all:
+        if self.loss_on == "all":
             return _Text(self.template.render(messages, tools))
-        text, answers = self.template.find_answers(messages, tools)
-        return _Text(text, answers, is_answered=bool(messages) and messages[-1]["role"] == "assistant")
+        return _Text(*self.template.find_answers(messages, tools, only_last=self.loss_on == "last"))
 
     def encode(self, items: Sequence[_Text]) -> list[Document]:
         """A document for each conversation."""
         encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
-            self._end(ids, self._find_loss_mask(places, item))
+            self._end(ids, self._find_loss_mask(places, item))._replace(num_rewritten=item.num_rewritten)
             for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 
@@ -158,38 +176,72 @@ def _find(row: SourceRow, field: str, key: str) -> Any:
     return row[field]
 
 
-def _read(rows: Iterable[tuple[int, SourceRow]], corpus: Corpus, kind: _Texts | _Chats) -> Iterator[_Text]:
-    for number, row in rows:
-        try:
-            item = kind.read(row)
-        except DataError as error:
-            raise DataError(f"{corpus.place(number)}: {error}") from error
-        yield item
+class _Place(NamedTuple):
+    """A row's place and its text, or the end of a unit without one."""
+
+    unit: int
+    row: int
+    text: _Text | None
 
 
-def _batch(items: Iterable[_Text]) -> Iterator[list[_Text]]:
-    batch: list[_Text] = []
+def _read(
+    corpus: Corpus, kind: _Texts | _Chats, firsts: Sequence[int | None], note_bad: Callable[[int, int, str], None]
+) -> Iterator[_Place]:
+    for unit, first in enumerate(firsts):
+        if first is None:
+            continue
+        number = first
+        for row in corpus.read(unit, first):
+            if isinstance(row, BadRow):
+                note_bad(unit, number, corpus.describe_bad(unit, row))
+            else:
+                try:
+                    yield _Place(unit, number, kind.read(row))
+                except DataError as error:
+                    note_bad(unit, number, f"{corpus.place(unit, number)}: {error}")
+            number += 1
+        yield _Place(unit, number, None)
+
+
+def _batch(places: Iterable[_Place]) -> Iterator[list[_Place]]:
+    batch: list[_Place] = []
     num_characters = 0
-    for item in items:
-        batch.append(item)
-        num_characters += len(item.text) + 1  # + 1: empty documents fill a batch too
-        if num_characters >= _BATCH_CHARACTERS:
+    try:
+        for place in places:
+            batch.append(place)
+            num_characters += 1 + (len(place.text.text) if place.text else 0)  # 1 +: empty documents fill a batch too
+            if num_characters >= _BATCH_CHARACTERS:
+                yield batch
+                batch, num_characters = [], 0
+    except DataError:
+        if batch:
             yield batch
-            batch, num_characters = [], 0
+        raise
     if batch:
         yield batch
 
 
-def _encode_ahead(
-    batches: Iterable[list[_Text]], encode: Callable[[list[_Text]], list[Document]]
-) -> Iterator[Document]:
-    """Documents of each batch; the tokenizer uses all cores for one batch while this thread reads the next."""
+def _encode(batch: list[_Place], encode: Callable[[list[_Text]], list[Document]]) -> list[Read]:
+    documents = iter(encode([place.text for place in batch if place.text is not None]))
+    return [Read(place.unit, place.row, None if place.text is None else next(documents)) for place in batch]
+
+
+def _encode_ahead(batches: Iterable[list[_Place]], encode: Callable[[list[_Text]], list[Document]]) -> Iterator[Read]:
+    """What each batch became; the tokenizer uses all cores for one batch while this thread reads the next.
+
+    If reading fails, what was read before comes first.
+    """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        under_way: Future[list[Document]] | None = None
-        for batch in batches:
-            following = pool.submit(encode, batch)
+        under_way: Future[list[Read]] | None = None
+        try:
+            for batch in batches:
+                following = pool.submit(_encode, batch, encode)
+                if under_way is not None:
+                    yield from under_way.result()
+                under_way = following
+        except DataError:
             if under_way is not None:
                 yield from under_way.result()
-            under_way = following
+            raise
         if under_way is not None:
             yield from under_way.result()

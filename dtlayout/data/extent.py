@@ -1,22 +1,50 @@
-"""Lines for people about the data that a run reads: epochs, documents cut, held-out samples that are not measured."""
+"""Lines for people about the data that a run reads: epochs, padding, documents cut, held-out samples left out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from dtlayout.base.formatting import plural
 from dtlayout.data.samples import SampledSource, Samples
 
 
-def describe_cut_documents(sources: Iterable[SampledSource]) -> list[str]:
-    """A note for each source that has documents longer than a sample."""
-    return [
-        f"note: {plural(source.num_cut, 'document', ',')} of {source.name} cut: longer than a sample"
-        for source in sources
-        if source.num_cut
-    ]
+def describe_sources(sources: Iterable[SampledSource]) -> list[str]:
+    """Lines for each source: padding and cut documents where documents stay whole; answers that are not learnt."""
+    return [line for source in sources for line in _describe_source(source)]
+
+
+def _describe_source(source: SampledSource) -> Iterator[str]:
+    tokens, division = source.tokens, source.division
+    if source.samples != "packed":
+        yield (
+            f"{source.name}, {source.samples}: {division.padding_share:.1%} of the samples is padding; "
+            f"{_describe_cut(division.num_cut, tokens.num_documents)}"
+        )
+    if tokens.num_bad_rows:
+        yield (
+            f"note: {plural(tokens.num_bad_rows, 'bad row', ',')} of {source.name} left out; the first: "
+            f"{tokens.first_bad_row}"
+        )
+    if num_without := source.targets.num_samples_without:
+        yield (
+            f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}: no token in there is "
+            f"a target"
+        )
+    if tokens.num_rewritten:
+        yield (
+            f"note: {plural(tokens.num_rewritten, 'answer', ',')} of {source.name} not learnt: the chat template "
+            f"writes them in another way once messages follow; the last answer of each conversation is learnt"
+        )
+
+
+def _describe_cut(num_cut: int, num_documents: int) -> str:
+    if not num_cut:
+        return "no document is cut"
+    share = num_cut / num_documents
+    said = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+    return f"{num_cut:,} of {plural(num_documents, 'document', ',')} cut, {said}: longer than a sample"
 
 
 def describe_training(samples: Samples, num_steps: int) -> list[str]:
-    """A line about how often a run of `num_steps` reads each source, then notes about documents cut.
+    """A line about how often a run of `num_steps` reads each source, then lines about padding and documents cut.
 
     Steps before a resume count with the batches that they had. Each of several sources is read by its share.
     """
@@ -24,23 +52,22 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
     pairs = zip(samples.sources, samples.shares, strict=True)
     epochs = [
         f"{num_read * share / source.num_samples:.3g} epochs of {plural(source.num_samples, 'sample', ',')}"
+        + f" with {plural(source.targets.number, 'target', ',')}"
         + f" of {source.name}" * (len(samples.sources) > 1)
         for source, share in pairs
     ]
     line = f"{plural(num_steps, 'step', ',')} read {plural(num_read, 'sample', ',')}: {', '.join(epochs)}"
-    return [line, *describe_cut_documents(samples.sources)]
+    return [line, *describe_sources(samples.sources)]
 
 
-def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
-    """A line about how many samples of [validation] are measured, and why not all, then notes about documents cut.
+def describe_held_out(name: str, samples: Samples, num_batches: int) -> list[str]:
+    """A line about how many samples of a set of [validation] are measured, then those of `describe_sources`.
 
-    `num_batches` is `validation.batches`; no more batches are measured than the samples fill.
+    `name` is empty for `validation.source`. `num_batches` is the limit of global batches; 0 for all.
     """
-    size, measured = samples.sizes.global_batch, min(num_batches, samples.num_batches)
-    line = f"validation measures {plural(measured * size, 'sample', ',')} of {samples.num_samples:,}"
-    tail = samples.num_samples - samples.num_batches * size
-    if measured < samples.num_batches:
-        line += f", {plural(measured, 'batch')} of {samples.num_batches:,}: validation.batches={num_batches}"
-    elif tail:
-        line += f"; the other {tail:,} do not fill a batch of {size:,}"
-    return [line, *describe_cut_documents(samples.sources)]
+    num_held_out, size = samples.num_samples, samples.sizes.global_batch
+    measured = min(num_batches * size, num_held_out) if num_batches else num_held_out
+    line = f"validation{f' {name}' * bool(name)} measures {plural(measured, 'sample', ',')} of {num_held_out:,}"
+    if measured < num_held_out:
+        line += f", {plural(num_batches, 'batch')} of {samples.num_batches:,}: batches={num_batches}"
+    return [line, *describe_sources(samples.sources)]

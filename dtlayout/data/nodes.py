@@ -10,6 +10,7 @@ start of the run alone, and is there before any process group.
 import json
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,8 +27,12 @@ PATIENCE = timedelta(days=1)
 """Time that others wait for tokens. A process that fails says so; torchrun ends those that wait for one that died."""
 
 
-def prepare_on_node(data: DataConfig, store: "dist.Store", what: str = "tokens") -> Path:
+def prepare_on_node(
+    data: DataConfig, store: "dist.Store", what: str = "tokens", finish: Callable[[Path], object] = lambda folder: None
+) -> Path:
     """The folder of `prepare_tokens`, as this node sees it; all ranks call this, and rank 0 prepares.
+
+    Local rank 0 of each node calls `finish` with the folder before the other ranks of the node go on.
 
     Local rank 0 of another node prepares only if it does not see the folder of rank 0. If preparing fails on a node, or
     gives other tokens there, all ranks of all nodes get a DataError with the reason. All wait for the slowest, so that
@@ -45,6 +50,7 @@ def prepare_on_node(data: DataConfig, store: "dist.Store", what: str = "tokens")
         folder = prepare_tokens(data) if is_first else _find_or_prepare(data, _hear(data, store, first))
         if is_first:
             store.set(first, json.dumps({"folder": str(folder), "info": _read_info(folder)}))
+        finish(folder)
         store.set(own, json.dumps({"folder": str(folder.absolute())}))
     except BaseException as error:
         reason = f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"

@@ -4,18 +4,20 @@
     folder/<fingerprint>/documents.bin  offset of each document, and the end of the last one; little-endian int64
     folder/<fingerprint>/taught.bin     loss mask: for each id whether it is a target, uint8; only for conversations
     folder/<fingerprint>/tokens.json    description of the files
+    folder/<fingerprint>/units.json     which documents came from which file (`dtlayout.data.pieces`)
     folder/<fingerprint>.parts/         while they are prepared: parts that are whole, from which the next process
                                         goes on; if a corpus is not wanted any more they may be deleted
 
-The fingerprint is a hash of everything that decides the ids. For local files it sees names, sizes and modification
-times, not contents. For a hub dataset it sees only the name and the split: delete the folder to fetch a newer revision.
+The fingerprint is a hash of everything that decides the ids. Of local files it sees names below the folder that they
+share, sizes and modification times, not contents and not where that folder is: so prepared tokens may be moved with
+their corpus. Of a hub dataset it sees only the name and the split: delete the folder to fetch a newer revision. What a
+file's rows became is found again when another file of the corpus has changed.
 
 [Note: no locks]
 File locks fail or hang on some shared filesystems. Every file and folder is written under a name of its own and renamed
-when it is whole, so a file that is there is whole. A part is a function of the corpus: each process writes the same ids
-into it, and any number of processes may write it at once. The folder never changes under its readers: a rename onto a
-folder that is not empty fails. So the first process wins, and a later one has worked in vain and uses the first one's
-folder.
+when it is whole, so a file that is there is whole. Each process writes parts of its own, and any number of processes
+may do so at once. The folder never changes under its readers: a rename onto a folder that is not empty fails. So the
+first process wins, and a later one has worked in vain and uses the first one's folder.
 """
 
 import hashlib
@@ -24,13 +26,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -39,18 +41,25 @@ from dtlayout.base.files import hash_file
 from dtlayout.base.formatting import plural
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
-from dtlayout.data.documents import Document, read_documents
+from dtlayout.data.documents import read_documents
+from dtlayout.data.pieces import (
+    DOCUMENTS_NAME,
+    INFO_NAME,
+    LOSS_MASK_NAME,
+    TOKENS_NAME,
+    PieceWriter,
+    PlacedPiece,
+    find_pieces,
+    forget_parts,
+    write_units,
+)
 from dtlayout.data.sources import list_files, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 
-TOKENS_NAME = "tokens.bin"
-DOCUMENTS_NAME = "documents.bin"
-LOSS_MASK_NAME = "taught.bin"
-INFO_NAME = "tokens.json"
 HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MASK_NAME: "taught_sha256"}
 """File → key of tokens.json with its hash."""
 
-_FORMAT = 2  # part of the fingerprint: raise it when the same corpus would give other bytes
+_FORMAT = 3  # part of the fingerprint: raise it when the same corpus would give other bytes
 _PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, the work that a kill can cost
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -60,22 +69,27 @@ def prepare_tokens(data: DataConfig) -> Path:
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
     Work that takes longer than some seconds reports its progress on stderr, and goes on where it was killed. Any number
-    of processes may call this at once on one filesystem: [Note: no locks].
+    of processes may call this at once on one filesystem: [Note: no locks]. DataError for more bad rows than
+    `max_bad_rows`; what was tokenized before is kept.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     files = list_files(data.source, data.split)
     provenance = _find_provenance(data)
-    target = Path(data.folder) / _fingerprint(provenance, tokenizer, files)
+    units = _name_units(data, provenance, tokenizer, files)
+    target = Path(data.folder) / _hash([units, data.max_tokens])
     if (target / INFO_NAME).exists():
-        return target
+        return _refuse_bad(target, data)
     parts = target.with_name(f"{target.name}.parts")
     own = target.with_name(f"{target.name}.{uuid4().hex[:8]}.partial")
     try:
         _refuse_unfinished(target)
         parts.mkdir(parents=True, exist_ok=True)
-        found = _write_parts(data, tokenizer, files, parts)
+        _write_parts(data, tokenizer, files, units, parts)
         own.mkdir()
-        info = _join(found, own, tokenizer, data)
+        try:
+            info = _join(find_pieces(parts.parent, units), own, tokenizer, data)
+        finally:
+            forget_parts()
         (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
         _publish(own, target)
     except OSError as error:
@@ -106,9 +120,10 @@ def prepare_head(data: DataConfig, num_tokens: int, folder: Path) -> tuple[Path,
     """
     files = list_files(data.source, data.split)
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    prepared = Path(data.folder) / _fingerprint(_find_provenance(data), tokenizer, files)
+    units = _name_units(data, _find_provenance(data), tokenizer, files)
+    prepared = Path(data.folder) / _hash([units, data.max_tokens])
     if (prepared / INFO_NAME).exists():
-        return prepared, True
+        return _refuse_bad(prepared, data), True
     asked = min(num_tokens, data.max_tokens or num_tokens)
     is_limit = asked == data.max_tokens
     try:
@@ -138,6 +153,22 @@ def _refuse_unfinished(target: Path) -> None:
         raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it")
 
 
+def _refuse_bad(target: Path, data: DataConfig) -> Path:
+    """The folder of tokens; DataError if more rows were left out there than `max_bad_rows` allows now."""
+    info = json.loads((target / INFO_NAME).read_text(encoding="utf-8"))
+    if info.get("num_bad_rows", 0) > data.max_bad_rows:
+        raise DataError(_describe_bad(info["num_bad_rows"], info["first_bad_row"], data))
+    return target
+
+
+def _describe_bad(number: int, first: str, data: DataConfig) -> str:
+    """Reason why bad rows are refused; `first` is the place and the reason of the first one."""
+    if data.max_bad_rows == 0:
+        return first
+    rows = plural(number, "bad row")
+    return f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first}"
+
+
 def _find_provenance(data: DataConfig) -> dict[str, object]:
     """Keys of a config that decide the ids of a source."""
     names = ["source", "split", "text_field", "tokenizer", "max_tokens"]
@@ -147,118 +178,135 @@ def _find_provenance(data: DataConfig) -> dict[str, object]:
     return {**{name: getattr(data, name) for name in (*names, "messages_field", "loss_on")}, "template": template}
 
 
-def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: list[Path]) -> str:
-    stats = [(str(file.absolute()), file.stat()) for file in files]
-    sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    seen = {**provenance, "format": _FORMAT, "tokenizer": tokenizer.fingerprint, "files": sizes}
-    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
+_PLACES = ("source", "split", "tokenizer", "max_tokens")
+"""Keys of the provenance that say where something lies, or how much of it is taken, not what a row becomes."""
 
 
-def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], folder: Path) -> list[Path]:
-    """All parts of a corpus: those that are there already, and the others, which are written now."""
-    parts, num_documents, num_tokens = _find_parts(folder)
-    if data.max_tokens and num_tokens == data.max_tokens:
-        return parts
-    progress = _Progress(data, num_documents, num_tokens)
-    corpus = open_corpus(data.source, files, data.split)
-    documents = read_documents(corpus, data, tokenizer, skip=num_documents)
-    left = data.max_tokens - num_tokens if data.max_tokens else None
-    for part in _gather(_take(documents, left), progress):
-        path = folder / f"{len(parts):06}.npz"
-        _write_part(part, path, tokenizer)
-        parts.append(path)
-    return parts
+def _name_units(
+    data: DataConfig, provenance: dict[str, object], tokenizer: Tokenizer, files: Sequence[Path]
+) -> list[str]:
+    """A fingerprint for each unit of a source."""
+    what = {key: value for key, value in provenance.items() if key not in _PLACES}
+    what |= {"format": _FORMAT, "tokenizer": tokenizer.fingerprint}
+    if not files:
+        return [_hash({**what, "source": data.source, "split": data.split})]
+    shared = os.path.commonpath([file.absolute().parent for file in files])
+    stats = [(os.path.relpath(file.absolute(), shared), file.stat()) for file in files]
+    return [_hash({**what, "file": [name, stat.st_size, stat.st_mtime_ns]}) for name, stat in stats]
 
 
-def _find_parts(folder: Path) -> tuple[list[Path], int, int]:
-    """Parts that are whole, from the first one on; their numbers of documents and of ids."""
-    parts: list[Path] = []
-    num_documents = num_tokens = 0
-    with suppress(FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError):  # the next part is not there
-        while True:
-            path = folder / f"{len(parts):06}.npz"
-            with np.load(path) as part:
-                lengths = part["lengths"]
-            parts.append(path)
-            num_documents += lengths.size
-            num_tokens += int(lengths.sum())
-    return parts, num_documents, num_tokens
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _take(documents: Iterator[Document], num_tokens: int | None) -> Iterator[Document]:
-    """The documents of the first `num_tokens` ids, the last one cut there; None takes all."""
-    for document in documents:
-        if num_tokens is not None:
-            loss_mask = None if document.loss_mask is None else document.loss_mask[:num_tokens]
-            document = document._replace(ids=document.ids[:num_tokens], loss_mask=loss_mask)
-            num_tokens -= document.ids.size
-        yield document
-        if num_tokens == 0:
-            return
-
-
-def _gather(documents: Iterator[Document], progress: "_Progress") -> Iterator[list[Document]]:
-    """Documents in parts of about `_PART_TOKENS` ids."""
-    part: list[Document] = []
-    num_tokens = 0
-    for document in documents:
-        part.append(document)
-        num_tokens += document.ids.size
-        progress.count(document.ids.size)
-        if num_tokens >= _PART_TOKENS:
-            yield part
-            part, num_tokens = [], 0
-    if part:
-        yield part
-
-
-def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
-    arrays = {
-        "ids": np.concatenate([document.ids for document in part]).astype(_dtype(tokenizer)),
-        "lengths": np.array([document.ids.size for document in part], dtype="<i8"),
-        "has_text": np.array(any(document.has_text for document in part)),
-    }
-    if part[0].loss_mask is not None:
-        arrays["taught"] = np.concatenate([document.loss_mask for document in part if document.loss_mask is not None])
-    own = path.with_name(f"{uuid4().hex[:8]}.partial")
+def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], units: Sequence[str], folder: Path) -> None:
+    """Write the parts that are not there yet; as much as `max_tokens` needs."""
+    found = [[placed.piece for placed in chain] for chain in find_pieces(folder.parent, units)]
+    known = np.array([sum(piece.num_tokens for piece in chain) for chain in found])
+    first_missing = next((i for i, chain in enumerate(found) if not (chain and chain[-1].is_end)), len(units))
+    limit = data.max_tokens or float("inf")
+    if first_missing == len(units) or known[: first_missing + 1].sum() >= limit:
+        return
+    progress = _Progress(data, sum(piece.num_documents for chain in found for piece in chain), int(known.sum()))
+    firsts = [None if chain and chain[-1].is_end else chain[-1].end_row if chain else 0 for chain in found]
+    bad = _BadRows(data, sum(piece.num_bad for chain in found for piece in chain))
+    fields = {data.messages_field or data.text_field, *(["tools"] if data.messages_field else [])}
+    corpus = open_corpus(data.source, files, data.split, fields)
+    writer, unit, num_read = PieceWriter(folder, _dtype(tokenizer), _PART_TOKENS), -1, 0
     try:
-        with own.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
-        own.replace(path)
+        with closing(read_documents(corpus, data, tokenizer, firsts, bad.note)) as documents:
+            for read in documents:
+                if read.unit != unit:
+                    unit = read.unit
+                    writer.begin(units[unit], firsts[unit] or 0)
+                if read.document is None:
+                    writer.end(read.row)
+                    writer.close_piece(bad.by_unit[unit])
+                    unit = -1
+                    continue
+                writer.add(read.document, read.row)
+                progress.count(read.document.ids.size)
+                num_read += read.document.ids.size
+                if known[: unit + 1].sum() + num_read >= limit:
+                    break
+                if writer.is_full:
+                    writer.close_piece(bad.by_unit[unit])
+                    writer.flush()
+                    firsts[unit], unit = read.row + 1, -1
     finally:
-        own.unlink(missing_ok=True)
+        writer.close_piece(bad.by_unit[unit])
+        writer.flush()
 
 
-def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
-    """Append the parts to the files of a folder; returns the content of tokens.json."""
+class _BadRows:
+    """Rows that cannot be read."""
+
+    def __init__(self, data: DataConfig, number: int):
+        """Counting starts at the `number` of those that were left out before."""
+        self.data, self.number = data, number
+        self.by_unit: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+        """Unit → number of each bad row there, and the reason."""
+
+    def note(self, unit: int, row: int, why: str) -> None:
+        """Note one more; DataError if there are too many."""
+        self.number += 1
+        if self.number > self.data.max_bad_rows:
+            first = next((rows[0][1] for _, rows in sorted(self.by_unit.items()) if rows), why)
+            raise DataError(_describe_bad(self.number, first, self.data))
+        self.by_unit[unit].append((row, why))
+
+
+def _join(
+    units: Sequence[Sequence[PlacedPiece]], folder: Path, tokenizer: Tokenizer, data: DataConfig
+) -> dict[str, object]:
+    """Append the pieces of all units to the files of a folder; returns the content of tokens.json."""
     num_tokens = num_documents = 0
-    has_text = False
+    left = data.max_tokens or None
+    used, whole = list[PlacedPiece](), list[Sequence[PlacedPiece]]()
     _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
-    for path in parts:
-        try:
-            with np.load(path) as part:
-                arrays = dict(part)
-        except (BadZipFile, ValueError, EOFError, KeyError) as error:
-            raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
-        _append(folder / TOKENS_NAME, arrays["ids"])
-        _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
-        if "taught" in arrays:
-            _append(folder / LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
-        num_tokens += arrays["ids"].size
-        num_documents += arrays["lengths"].size
-        has_text = has_text or bool(arrays["has_text"])
-    if not has_text:
+    for chain in units:
+        for placed in chain:
+            if left == 0:
+                break
+            arrays = placed.read(_dtype(tokenizer))
+            if left is not None and placed.piece.num_tokens > left:
+                arrays = _cut(arrays, left)
+            _append(folder / TOKENS_NAME, arrays["ids"])
+            _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+            if "taught" in arrays:
+                _append(folder / LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
+            num_tokens += arrays["ids"].size
+            num_documents += arrays["lengths"].size
+            left = None if left is None else left - arrays["ids"].size
+            used.append(placed)
+        if left == 0:
+            break
+        if not (chain and chain[-1].piece.is_end):
+            raise DataError(f"parts of {data.source!r} were removed while it was prepared; prepare it again")
+        whole.append(chain)
+    if not any(each.piece.has_text for each in used):
         what = "answer" if data.messages_field else "text"
         empty = NoText(f"{data.source!r} holds no {what}: {plural(num_documents, 'document')} and all of them empty")
         empty.num_tokens = num_tokens
         raise empty
+    write_units(folder, whole)
+    num_bad, num_rewritten = (sum(getattr(each.piece, name) for each in used) for name in ("num_bad", "num_rewritten"))
+    first_bad = next((each.piece.first_bad for each in used if each.piece.num_bad), "")
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
+        **({"num_rewritten": num_rewritten} if num_rewritten else {}),
+        **({"num_bad_rows": num_bad, "first_bad_row": first_bad} if num_bad else {}),
         **{key: _finish(folder / name) for name, key in HASH_KEYS.items() if (folder / name).exists()},
     }  # fmt: skip
+
+
+def _cut(arrays: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The documents of the first ids of a piece, the last one cut there."""
+    ends = arrays["lengths"].cumsum()
+    lengths = arrays["lengths"][: int(np.searchsorted(ends, num_tokens)) + 1].copy()
+    lengths[-1] -= lengths.sum() - num_tokens
+    return {**{name: array[:num_tokens] for name, array in arrays.items()}, "lengths": lengths}
 
 
 def _append(path: Path, array: "np.ndarray[Any, Any]") -> None:

@@ -1,9 +1,8 @@
 """Training samples from prepared tokens, in an order that needs no state.
 
-Vocabulary: a sample of sequence length S is S inputs and, shifted by one, S targets. Packed, sample i of a source
-covers its tokens [i S, i S + S + 1), whatever documents they belong to. Padded, sample i is document i, cut after S + 1
-tokens or filled up with tokens that are no targets. An epoch of a source is one pass over all its samples in an order
-of its own.
+Vocabulary: a sample of sequence length S is S inputs and, shifted by one, S targets. How documents become samples is in
+`dtlayout.data.divisions`; room that they leave is filled up with tokens that are no targets. An epoch of a source is
+one pass over all its samples in an order of its own.
 
 [Note: the order of samples]
 The sample at `index` of a global batch is a function of (seed, number of samples in all earlier batches, index) alone:
@@ -40,6 +39,7 @@ import numpy.typing as npt
 from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import plural
 from dtlayout.config.sections import DataConfig
+from dtlayout.data.divisions import DIVISIONS, Division
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
 from dtlayout.spec.batch import IGNORED, Batch
@@ -64,6 +64,15 @@ class SampleRows(NamedTuple):
     """Target ids, int64; `IGNORED` where no target counts."""
     is_last: "torch.Tensor"
     """Whether a token is the last of its document, bool."""
+
+
+class Targets(NamedTuple):
+    """Numbers of targets of a source in one epoch."""
+
+    number: int
+    """Tokens that are targets."""
+    num_samples_without: int
+    """Samples in which no token is one."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +112,10 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
     for folder, each in zip(folders, data.sources, strict=True):
         tokens = TokenFile.open(folder)
         tokens.check_vocab(vocab_size)
-        sources.append(SampledSource(tokens, batch.seq_len, str(each.source), is_padded=data.samples == "padded"))
-    return Samples(tuple(sources), batch, seed, data.weights)
-
-
-def check_held_out(samples: "Samples", source: str) -> None:
-    """Raise DataError if the samples of [validation] do not make one batch."""
-    if samples.num_batches == 0:
-        raise DataError(
-            f"validation.source={source!r} holds {plural(samples.num_samples, 'sample')} of "
-            f"seq_len={samples.sizes.seq_len}, fewer than batch.global_batch={samples.sizes.global_batch}; "
-            f"use a longer source"
+        sources.append(
+            SampledSource(tokens, batch.seq_len, str(each.source), data.samples, is_chat=bool(each.messages_field))
         )
+    return Samples(tuple(sources), batch, seed, data.weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,10 @@ class SampledSource:
     seq_len: int
     name: str = "the data"
     """Name of the source in refusals."""
-    is_padded: bool = False
+    samples: str = "packed"
+    """How documents become samples: a key of `DIVISIONS`."""
+    is_chat: bool = False
+    """Whether documents are conversations."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -134,62 +138,60 @@ class SampledSource:
                 f"needs {self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
+    @cached_property
+    def division(self) -> Division:
+        """The samples of this source."""
+        return DIVISIONS[self.samples](self.tokens, self.seq_len, keeps_rest=not self.is_chat)
+
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch.
+        """Samples in one epoch."""
+        return self.division.num_samples
 
-        The last token of a packed sample is the first one of the next, and the last of all has none after it.
-        """
-        return self.tokens.num_documents if self.is_padded else max(self.tokens.num_tokens - 1, 0) // self.seq_len
-
-    @property
-    def num_cut(self) -> int:
-        """Documents that are longer than a padded sample; 0 for packed samples."""
-        return int((np.diff(self.tokens.documents) > self.seq_len + 1).sum()) if self.is_padded else 0
-
-    def count_without_targets(self) -> int:
-        """Number of samples without any target; reads the whole loss mask."""
-        num_without = 0
+    @cached_property
+    def targets(self) -> Targets:
+        """Targets of one epoch; counting them reads the whole loss mask."""
+        if self.tokens.loss_mask is None and self.samples == "packed":
+            return Targets(self.num_samples * self.seq_len, 0)
+        num_targets = num_without = 0
         for start in range(0, self.num_samples, _SAMPLES_AT_ONCE):
-            first_B, length_B = self._find(np.arange(start, min(start + _SAMPLES_AT_ONCE, self.num_samples)))
+            ids_B = np.arange(start, min(start + _SAMPLES_AT_ONCE, self.num_samples))
+            row_N, first_N, length_N = self.division.find(ids_B)
             if self.tokens.loss_mask is None:
-                num_without += int((length_B < 2).sum())
-            else:  # the first token of a sample is no target
-                begin, end = first_B[0], first_B[-1] + length_B[-1]
-                targets = begin + np.flatnonzero(self.tokens.loss_mask[begin:end])
-                nth = np.searchsorted(targets, (first_B + 1, first_B + length_B))
-                num_without += int((nth[0] == nth[1]).sum())
-        return num_without
+                targets_N = length_N - 1
+            else:  # the first token of a passage is no target
+                begin, end = first_N.min(), (first_N + length_N).max()
+                places = begin + np.flatnonzero(self.tokens.loss_mask[begin:end])
+                targets_N = np.searchsorted(places, first_N + length_N) - np.searchsorted(places, first_N + 1)
+            targets_B = np.bincount(row_N, targets_N, minlength=ids_B.size)
+            num_targets, num_without = num_targets + int(targets_B.sum()), num_without + int((targets_B == 0).sum())
+        return Targets(num_targets, num_without)
 
     def read_ids(self, sample: int) -> Ints:
         """Token ids of one sample, without padding."""
-        tokens_BS, _, _ = self.read(np.array([sample]))
-        documents = self.tokens.documents
-        return tokens_BS[0, : documents[sample + 1] - documents[sample]] if self.is_padded else tokens_BS[0]
+        length = int(self.division.find(np.array([sample])).lengths.sum())
+        return self.read(np.array([sample]))[0][0, :length]
 
     def read(self, ids_B: Ints) -> tuple[Ints, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """S + 1 tokens of each sample; whether each counts as a target; whether each is the last of its document."""
         whole = self.seq_len + 1
-        first_B, length_B = self._find(ids_B)
-        window_BS = np.minimum(first_B[:, None] + np.arange(whole), self.tokens.num_tokens - 1)
-        is_there_BS = np.arange(whole) < length_B[:, None]
-        tokens_BS = np.where(is_there_BS, self.tokens.tokens[window_BS], self.tokens.end_of_document).astype(np.int64)
-        self.tokens.check_ids(tokens_BS, window_BS)
-        is_last_BS = np.zeros_like(is_there_BS)
-        for row, (first, length) in enumerate(zip(first_B, length_B, strict=True)):
-            following = slice(*np.searchsorted(self.tokens.documents, (first, first + length), side="right"))
-            is_last_BS[row, self.tokens.documents[following] - first - 1] = True
-        if self.tokens.loss_mask is not None:
-            is_there_BS &= self.tokens.loss_mask[window_BS] != 0
-        return tokens_BS, is_there_BS, is_last_BS
+        row_N, first_N, length_N = self.division.find(ids_B)
+        before_N = length_N.cumsum() - length_N
+        place_N = row_N * whole + before_N - before_N[np.searchsorted(row_N, row_N)]  # in the row of all samples
+        passage = np.repeat(np.arange(length_N.size), length_N)
+        nth = np.arange(passage.size) - before_N[passage]
+        places, positions = place_N[passage] + nth, first_N[passage] + nth
 
-    def _find(self, ids_B: Ints) -> tuple[Ints, Ints]:
-        """Offset of each sample in the file, and its number of tokens, at most S + 1."""
-        whole = self.seq_len + 1
-        if not self.is_padded:
-            return ids_B * self.seq_len, np.full_like(ids_B, whole)
-        first_B = self.tokens.documents[ids_B]
-        return first_B, np.minimum(self.tokens.documents[ids_B + 1] - first_B, whole)
+        tokens = np.full(ids_B.size * whole, self.tokens.end_of_document, dtype=np.int64)
+        counts, is_last = np.zeros_like(tokens, np.bool_), np.zeros_like(tokens, np.bool_)
+        tokens[places] = self.tokens.tokens[positions]
+        self.tokens.check_ids(tokens[places], positions)
+        counts[places] = True if self.tokens.loss_mask is None else self.tokens.loss_mask[positions] != 0
+        counts[place_N] = False
+        for place, first, length in zip(place_N, first_N, length_N, strict=True):
+            following = slice(*np.searchsorted(self.tokens.documents, (first, first + length), side="right"))
+            is_last[place + self.tokens.documents[following] - first - 1] = True
+        return tokens.reshape(-1, whole), counts.reshape(-1, whole), is_last.reshape(-1, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +206,8 @@ class Samples:
     """Weight of each source: [Note: shares]."""
     seen: Seen = _NOTHING
     """Totals of earlier steps, whose batches may have had other sizes; from there on batches have `sizes`."""
+    is_once: bool = False
+    """Whether each sample comes once: what is left of the last batch has no targets. Else another epoch begins."""
 
     def __post_init__(self) -> None:
         if 0 in self._quotas:
@@ -230,8 +234,8 @@ class Samples:
 
     @property
     def num_batches(self) -> int:
-        """Number of whole global batches in these samples."""
-        return self.num_samples // self.sizes.global_batch
+        """Number of global batches that hold all these samples once; the last one may not be full."""
+        return -(-self.num_samples // self.sizes.global_batch)
 
     @property
     def fingerprint(self) -> str:
@@ -239,7 +243,8 @@ class Samples:
         hashes = [source.tokens.fingerprint for source in self.sources]
         if len(self.sources) > 1:
             hashes = [f"{quota} {found}" for quota, found in zip(self._quotas, hashes, strict=True)]
-        return ", ".join([*hashes, *(["padded"] if self.sources[0].is_padded else [])])
+        name = self.sources[0].samples
+        return ", ".join([*hashes, *([name] if name != "packed" else [])])
 
     def locate(self, step: int, indices: Sequence[int]) -> tuple[Ints, Ints]:
         """Source and number in the source, for the samples at these indices of the global batch of `step`."""
@@ -260,6 +265,8 @@ class Samples:
         for i, source in enumerate(self.sources):
             is_here = source_B == i
             tokens[is_here], counts[is_here], is_last[is_here] = source.read(sample_B[is_here])
+        if self.is_once:
+            counts[number_samples(step, indices, self.sizes.global_batch, self.seen) >= self.num_samples] = False
         targets = np.where(counts, tokens, IGNORED)[:, 1:]
         return SampleRows(
             *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))

@@ -8,13 +8,14 @@ template marks answers, that token is included only if the marks enclose it.
 A template that marks its answers with {% generation %} … {% endgeneration %} says itself where they are. For any other
 template, an answer is the text that it adds to the messages before it and the prompt for an answer. That holds if the
 text of the messages so far is the beginning of the text of all messages. Some templates write an answer differently
-once messages follow (without its thoughts); such a conversation is refused.
+once messages follow (without its thoughts): such an answer is no target, since nobody would be asked for it there. The
+last answer always is one. Where messages behind it would change it too, they are left out.
 """
 
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtlayout.base.errors import DataError
 
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
 ChatMessage = Mapping[str, Any]
 """A message that a template reads: "role" and "content", and other keys that it knows."""
 Spans = list[tuple[int, int]]
+
+
+class Answers(NamedTuple):
+    """Text of a conversation, and where its answers are."""
+
+    text: str
+    spans: Spans
+    """Spans of the answers to learn."""
+    is_answered: bool
+    """Whether the last message is an answer."""
+    num_rewritten: int = 0
+    """Answers that the template has written in another way than it did at their turn, which are no targets."""
+
+
 _USUAL_MESSAGES = 500
 """Number of messages up to which a conversation has the plain limit of time."""
 
@@ -43,24 +58,30 @@ class Template:
         """Text of a conversation; with `asks` it ends where an answer begins."""
         return self._write(messages, tools, asks=asks).replace(_OPEN, "").replace(_CLOSE, "")
 
-    def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None) -> tuple[str, Spans]:
-        """Text of a conversation, and the spans of its answers: [Note: where answers are]."""
-        marked = self._write(messages, tools)
-        if _OPEN in marked:
-            return _read_marks(marked)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+    def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None, *, only_last: bool = False) -> Answers:
+        """Text of a conversation, and its answers, or the last one alone: [Note: where answers are]."""
+        text = self._write(messages, tools)
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        is_answered = places[-1:] == [len(messages) - 1]
+        if _OPEN in text:
+            text, spans = _read_marks(text)
+            return Answers(text, spans[-1:] if only_last else spans, is_answered)
+        if places and not is_answered and not text.startswith(self.render(messages[: places[-1] + 1], tools)):
+            return self.find_answers(messages[: places[-1] + 1], tools, only_last=only_last)
+        spans, num_rewritten = [], 0
+        for i in places[-1:] if only_last else places:
             before, after = self.render(messages[:i], tools, asks=True), self.render(messages[: i + 1], tools)
-            if not (after.startswith(before) and marked.startswith(after)):
+            if after.startswith(before) and text.startswith(after):
+                spans.append((len(before), len(after)))
+            elif i != places[-1]:
+                num_rewritten += 1
+            else:
                 raise DataError(
                     f"the chat template does not write message {i + 1} as what its prompt for an answer goes on with, "
                     "so where the answer is cannot be told; mark answers in it with {% generation %}, or use "
                     'data.loss_on="all"'
                 )
-            spans.append((len(before), len(after)))
-        return marked, spans
+        return Answers(text, spans, is_answered, num_rewritten)
 
     def _write(self, messages: Sequence[ChatMessage], tools: Any, *, asks: bool = False) -> str:
         try:

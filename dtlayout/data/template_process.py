@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from dtlayout.base.errors import DataError
-from dtlayout.data.template import Spans, Template, scale_limit
+from dtlayout.data.template import Answers, Template, scale_limit
 
 _MOST_OF_A_PROBLEM = 2000
 """Largest length of a template's own error message, in characters."""
@@ -56,14 +56,13 @@ def main() -> None:
 
 def _answer(template: Template, question: tuple[Any, ...], most_characters: int) -> dict[str, Any]:
     name, messages, tools, *rest = question
-    spans: Spans = []
     if name == "render":
-        text = template.render(messages, tools, asks=rest[0])
+        found = Answers(template.render(messages, tools, asks=rest[0]), [], is_answered=False)
     else:
-        text, spans = template.find_answers(messages, tools)
-    if len(text) > most_characters:
-        raise DataError(_describe(f"its text has {len(text):,} characters, more than {most_characters:,}"))
-    return {"text": text, "spans": spans}
+        found = template.find_answers(messages, tools, only_last=rest[0])
+    if len(found.text) > most_characters:
+        raise DataError(_describe(f"its text has {len(found.text):,} characters, more than {most_characters:,}"))
+    return found._asdict()
 
 
 def _describe(why: str) -> str:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ class Tokenizer:
     """Ids of each text, and the index of the character where each id begins; spelt special tokens become one id."""
     decode: Callable[[Sequence[int]], str]
     """Text of ids, without special tokens; an unfinished character at the end becomes U+FFFD."""
+    spell: Callable[[Sequence[int]], str]
+    """Text of ids as `decode` gives it, but with special tokens."""
     begin: tuple[int, ...] = ()
     """Ids that models expect before each document: Llama's <s>, Llama 3's <|begin_of_text|>; or none."""
     end_of_answer: int | None = None
@@ -64,6 +67,13 @@ def _decode_bytes(ids: Sequence[int]) -> str:
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
+def _spell_bytes(ids: Sequence[int]) -> str:
+    groups = (list(group) for _, group in groupby(ids, lambda each: each < 256))
+    return "".join(
+        bytes(group).decode(errors="replace") if group[0] < 256 else "<end>" * len(group) for group in groups
+    )
+
+
 BYTES = Tokenizer(
     vocab_size=257,
     end_of_document=256,
@@ -71,6 +81,7 @@ BYTES = Tokenizer(
     encode_batch=_encode_bytes,
     encode_chats=_encode_chats_as_bytes,
     decode=_decode_bytes,
+    spell=_spell_bytes,
 )
 """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 ends a document: nothing to download or train."""
 
@@ -148,6 +159,7 @@ def _load(path: Path, size: int, mtime_ns: int, end_of_document: str, end_of_ans
         encode_batch=encode_batch,
         encode_chats=encode_chats,
         decode=tokenizer.decode,
+        spell=partial(tokenizer.decode, skip_special_tokens=False),
         begin=begin,
         end_of_answer=ids.get(end_of_answer) if end_of_answer else None,
     )

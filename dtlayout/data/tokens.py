@@ -32,6 +32,12 @@ class TokenFile:
     """Hash of the file of document offsets; empty where an older version prepared them."""
     taught_sha256: str = ""
     """Hash of the loss mask's file, under the name of its key on disk; empty without one, or from an older version."""
+    num_rewritten: int = 0
+    """Answers that are no targets, since the chat template writes them in another way once messages follow."""
+    num_bad_rows: int = 0
+    """Rows that were left out, since they could not be read or lacked a field."""
+    first_bad_row: str = ""
+    """Place of the first of them, and the reason."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
@@ -48,6 +54,9 @@ class TokenFile:
             info["vocab_size"],
             info["end_of_document"],
             **{key: info.get(key, "") for key in HASH_KEYS.values()},
+            num_rewritten=info.get("num_rewritten", 0),
+            num_bad_rows=info.get("num_bad_rows", 0),
+            first_bad_row=info.get("first_bad_row", ""),
         )
 
     @property

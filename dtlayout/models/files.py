@@ -128,12 +128,17 @@ def _find_path(text: str) -> Path:
         if not os.path.exists(path):
             raise InvalidConfig(f"model {text!r} is a folder without a config.json; presets are {', '.join(PRESETS)}")
     if path.suffix not in (".json", ".toml"):
-        import difflib  # only now: most names are known
-
-        near = difflib.get_close_matches(text, PRESETS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
-        raise InvalidConfig(f"model {shorten(repr(text))} is no preset, config.json or TOML file; {advice}")
+        raise InvalidConfig(describe_unknown(text))
     return path
+
+
+def describe_unknown(text: str) -> str:
+    """Reason why a text that is no preset names no model, with the nearest preset or all of them."""
+    import difflib  # only now: most names are known
+
+    near = difflib.get_close_matches(text, PRESETS, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
+    return f"model {shorten(repr(text))} is no preset, config.json or TOML file; {advice}"
 
 
 @contextmanager

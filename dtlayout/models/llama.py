@@ -50,6 +50,8 @@ class Llama(nn.Module):
         blocks = range(shape.num_layers) if layers is None else layers
         self.model = Decoder(shape, kernels, max_seq_len, blocks, embedding=embedding, norm=head, dtype=dtype)
         self.lm_head = Head(shape.hidden_size, shape.vocab_size, kernels.loss, dtype) if head else None
+        if self.lm_head is not None:
+            self.lm_head.columns.num_unused = shape.unused_rows
         if shape.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
         attach_adapters(self, shape)

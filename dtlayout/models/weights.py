@@ -14,7 +14,8 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
-from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files
+from dtlayout.base.formatting import plural
+from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files, read_table
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_trained_model
@@ -72,6 +73,48 @@ def list_pieces(model: ModelShape) -> dict[str, tuple[str, Weight]]:
     }
 
 
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+"""Weights that have a row for each token."""
+
+
+def find_missing_rows(weight: StoredWeight, stored: Mapping[str, StoredTensor]) -> int:
+    """Rows of an embedding or a head that a folder's tensor lacks; 0 for another weight, and where it lacks none."""
+    if weight.name not in ENDS or weight.piece is not None or weight.tensors[0] not in stored:
+        return 0
+    return max(0, weight.shape[0] - stored[weight.tensors[0]].shape[0])
+
+
+def shrink_to(stored: Mapping[str, StoredTensor], model: ModelShape) -> ModelShape:
+    """The model with as few rows of embedding and head as a folder has, if both have equally many and fewer."""
+    ends = [weight for weight in list_stored(model) if weight.name in ENDS]
+    missing = {find_missing_rows(weight, stored) for weight in ends}
+    if len(missing) > 1 or model.adapter is not None or not (rows := missing.pop()):
+        return model
+    return replace(model, vocab_size=model.vocab_size - rows, unused_rows=0)
+
+
+def describe_new_rows(text: str, model: ModelShape, new_rows: str) -> list[str]:
+    """Lines about rows of embedding and head that the folder `train.init_from` lacks; none where it has all."""
+    there = shrink_to(find_weights(find_base_folder(expand(text))), model.base).vocab_size
+    lines = []
+    if added := model.num_ids - there:
+        how = "the mean of the others" if new_rows == "mean" else "drawn as first weights are"
+        lines.append(f"{text} has {there:,} rows of embedding and head: {added:,} for more tokens are {how}")
+    if model.unused_rows:
+        lines.append(
+            f"{model.unused_rows:,} of {model.vocab_size:,} rows of embedding and head are no tokens, so that tp "
+            f"divides them; exports are without"
+        )
+    return lines
+
+
+def describe_cut_rows(model: ModelShape) -> list[str]:
+    """A line about rows of embedding and head that an export is without; none where it has all."""
+    if not model.unused_rows:
+        return []
+    return [f"{plural(model.unused_rows, 'row', ',')} of embedding and head cut, which were no tokens"]
+
+
 def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
     """Everything that keeps these tensors from being the model's, one line each; empty if they are.
 
@@ -127,7 +170,8 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
         if of_adapter:
             return [f"{where}: {problem}" for problem in of_adapter]
         folder = find_base_folder(folder)
-        problems = find_weight_problems(find_weights(folder), model.base)
+        stored = find_weights(folder)
+        problems = find_weight_problems(stored, shrink_to(stored, model.base))
         made_for = find_trained_model(str(folder / CONFIG))
         find_model_files(folder), find_tokenizer_files(folder)  # which an export takes along
     except InvalidConfig as error:
@@ -154,6 +198,14 @@ def find_other_positions(text: str, model: ModelShape) -> list[str]:
     made_for = find_trained_model(str(find_base_folder(expand(text)) / CONFIG))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
+
+
+def describe_longer_context(text: str, seq_len: int) -> list[str]:
+    """A line if samples are longer than the texts that the folder `train.init_from` is made for; exports say so too."""
+    known = read_table(find_base_folder(expand(text)) / CONFIG).get("max_position_embeddings")
+    if not isinstance(known, int) or seq_len <= known:
+        return []
+    return [f"{text} is made for {known:,} tokens, and batch.seq_len is {seq_len:,}: an export is made for as many"]
 
 
 def plan_files(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:

@@ -25,9 +25,18 @@ from dtlayout.spec.kernels import count_loss_chunks
 class Columns:
     """The columns of the vocabulary on this rank: all of them. Tensor parallelism puts another class in its place."""
 
+    def __init__(self, num_unused: int = 0):
+        self.num_unused = num_unused
+        """Last rows of the weight that are no tokens, and make no columns."""
+
     def local(self, weight: Tensor) -> Tensor:
         """Rows of the head's weight that make these columns."""
-        return weight
+        return weight[: weight.shape[0] - self.num_unused] if self.num_unused else weight
+
+    @property
+    def num_missing(self) -> int:
+        """Rows of this rank's weight that `local` leaves out."""
+        return self.num_unused
 
     def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         """Index of each target among these columns, 0 where it is not one of them, and whether it is one."""
@@ -98,14 +107,16 @@ class Head(nn.Linear):
         self.factor, self.softcap = factor, softcap
 
     def forward(self, h_BSD: Tensor, targets_BS: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
-        """The logits; with targets the loss, a scalar in fp32 or finer.
+        """The logits; with targets the loss, a scalar in fp32 or finer. Logits of unused rows are -inf.
 
         The loss is the sum of -log p(target) over targets that are not IGNORED, divided by `num_targets`.
         """
         weight_VD = self.columns.local(self.weight)
         h_BSD = h_BSD if self.factor == 1 else h_BSD * self.factor
         if targets_BS is None:
-            return self.multiply(h_BSD, weight_VD)
+            logits = self.multiply(h_BSD, weight_VD)
+            missing = self.columns.num_missing
+            return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         return self.function(h_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self, 1 / num_targets)
 
     def multiply(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:

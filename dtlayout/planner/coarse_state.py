@@ -1,6 +1,6 @@
 """The optimizer's state in bf16, offered where a layout does not fit with it in the parameters' format."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
@@ -43,7 +43,7 @@ def find_coarse_state(scenario: Scenario) -> CoarseState | None:
 def _coarsen(optimizer: Optimizer) -> tuple[Optimizer, list[str]]:
     """The optimizer with its state in bf16, and the keys that say so."""
     keys = list[str]()
-    if any(each.name == STATE_FORMAT for each in fields(optimizer)):
+    if getattr(optimizer, STATE_FORMAT, None) == "":
         optimizer, keys = replace(optimizer, state_format=COARSE), [STATE_FORMAT]  # type: ignore[call-arg]
     if isinstance(optimizer, RoleOptimizer):
         rest, more = _coarsen(optimizer.rest)

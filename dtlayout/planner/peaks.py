@@ -24,7 +24,13 @@ from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.rank_groups import Counts, RankGroup
-from dtlayout.costmodel.scenario import Scenario, count_state_shards, saved_by_casts, tokens_of
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    count_state_shards,
+    leaves_frozen_whole,
+    saved_by_casts,
+    tokens_of,
+)
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.schedules.actions import PASS_BACK, RELEASE
 from dtlayout.spec.kernels import Kernels
@@ -142,20 +148,26 @@ class Peaks:
         n, unit, of_experts, apart = size
         if not self._is_fsdp2:
             return sum(memory.state_bytes(self.scenario, layout, n, unit, of_experts, apart).values())
-        trained = n - apart.frozen.total
-        precision = self.scenario.precision
+        trained, frozen = n - apart.frozen.total, apart.stored
+        precision, is_whole = self.scenario.precision, leaves_frozen_whole(self.scenario, layout)
         params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
-        gathered = compute * (n - apart.spared) - saved_by_casts(self.scenario) * apart.scaled
+        lies_there = self.scenario.engine.features.computes_in_place and count_state_shards(layout) == 1
+        copied = trained if is_whole else trained + frozen
+        if lies_there and not layout.offloads_state:  # frozen ones are not cast
+            copied = trained if params != compute else 0.0
+        gathered = compute * copied - saved_by_casts(self.scenario) * apart.scaled
         gathered = gathered if layout.zero < 3 else 0.0
         if layout.offloads_state:
             if state_on_host_bytes(self.scenario, layout, n, apart, of_experts) > self.estimator.host_capacity_bytes:
                 return inf
+            gathered += compute * frozen if is_whole else 0.0
             return gathered + (reduce * trained if layout.zero == 1 and has_gradients else 0.0)
         groups = list_trained(self.scenario.optimizer, n, of_experts, apart)
         shards = [(optimizer, own.shard(layout)) for optimizer, own in groups]
         gradients = reduce * trained if layout.zero == 1 else min(reduce, params) * sum([own for _, own in shards])
         state = sum([(params + optimizer.state_bytes(params)) * own for optimizer, own in shards])
-        state += compute * (apart.frozen.shard(layout) - apart.spared / count_state_shards(layout))
+        held = frozen if is_whole else apart.frozen.shard(layout) - apart.spared / count_state_shards(layout)
+        state += compute * held
         return state + gathered + (gradients if has_gradients else 0.0)
 
 

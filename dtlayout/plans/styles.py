@@ -292,7 +292,7 @@ class VocabParallelHead(GatherInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head), "only the head has a loss"
-        module.columns = _LocalVocabulary(device_mesh)
+        module.columns = _LocalVocabulary(device_mesh, module.columns.num_unused)
         _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         return super()._apply(module, device_mesh)
 
@@ -300,10 +300,13 @@ class VocabParallelHead(GatherInput):
 class _LocalVocabulary(Columns):
     """This rank's columns of the vocabulary.
 
-    Two all-reduces, of one and of two numbers a token, join the ranks' parts of a loss.
+    Two all-reduces, of one and of two numbers a token, join the ranks' parts of a loss. Unused rows are fewer than a
+    rank has, so the last rank has them all, and some others.
     """
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, num_unused: int = 0):
+        super().__init__(num_unused)
+        self.is_last = mesh.get_local_rank() == mesh.size() - 1
         self.group = mesh.get_group()
         self.rank = mesh.get_local_rank()
         self.num_columns = 0
@@ -312,7 +315,11 @@ class _LocalVocabulary(Columns):
     def local(self, weight: Tensor) -> Tensor:
         weight_VD = local(weight)
         self.num_columns = weight_VD.shape[0]
-        return weight_VD
+        return weight_VD[: self.num_columns - self.num_unused] if self.num_missing else weight_VD
+
+    @property
+    def num_missing(self) -> int:
+        return self.num_unused if self.is_last else 0
 
     def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         index_T = targets_T - self.num_columns * self.rank  # below 0 for an IGNORED target

@@ -32,6 +32,7 @@ def read_overrides(words: Sequence[str], found: Understood) -> dict[str, Any]:
     A word that is not known is a problem where it may hold changes.
     """
     values: dict[str, Any] = {}
+    found.assigns = True
     for word in words:
         match = _CHANGE.fullmatch(word)
         if match is not None and (match[3] is not None or match[1] == "~"):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
@@ -15,12 +16,12 @@ _DEGREES: Mapping[str, str] = {
     "--expert-model-parallel-size": "ep", "--micro-batch-size": "micro_batch",
 }  # fmt: skip
 """Option → key of the layout."""
+_LONGEST = 8
+"""Most blocks of a period by which those are said that stages of different lengths compute again."""
 _FSDP = ("--use-megatron-fsdp", "--use-custom-fsdp")
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 """Options that count a table, or the loss, as a block of the first or the last stage."""
-_MOST_KEPT = 0.75
-"""Share of a stage's blocks above which a part that is computed again is predicted as all."""
 
 
 def read_batch(reader: MegatronOptions) -> None:
@@ -161,6 +162,8 @@ def _read_sharding(reader: MegatronOptions, ranks_of_model: int) -> None:
     elif sharded or fsdp:
         names = ("--use-distributed-optimizer", copies_option) if sharded else (*_FSDP, copies_option)
         reader.note("layout", {"dp_shard": dp // copies, "dp_replicate": copies}, *names)
+        if dp == copies:
+            found.ignore(reader.call(names[0]), "one rank has each copy: there is nothing to share", "no effect")
     else:
         reader.note_absent("layout", {"dp_replicate": dp, "dp_shard": 1}, "--use-distributed-optimizer")
 
@@ -185,18 +188,23 @@ def _read_recompute(reader: MegatronOptions) -> None:
         reader.note("layout", {"recompute": "selective"}, *names, otherwise=otherwise)
         return
     stages = found.get("layout", "pp", 1) * found.get("layout", "virtual_stages", 1)
-    per_stage = max(1, found.get("model", "num_layers", 1) // stages)
-    ours, note = _choose_blocks(method, number, per_stage)
+    layers = found.get("model", "num_layers", 1)
+    ours, note = _choose_blocks(method, number, layers, stages)
     reader.note("layout", {"recompute": ours}, which, how_blocks, count, otherwise=note)
 
 
-def _choose_blocks(method: str | None, number: int | None, per_stage: int) -> tuple[str, str]:
-    """Our word for the blocks that are computed again, and a note where it is not the same."""
-    if method == "block" and number and number <= _MOST_KEPT * per_stage:
-        return f"every-{max(2, round(per_stage / number))}", f"{number} of {per_stage} blocks of a stage"
-    if method == "block" and number and number < per_stage:
-        return "full", f"{number} of {per_stage} blocks of a stage, predicted as all"
-    return "full", "several blocks keep one input" if method == "uniform" and (number or 1) > 1 else ""
+def _choose_blocks(method: str | None, number: int | None, layers: int, stages: int) -> tuple[str, str]:
+    """Our word for the blocks that are computed again, and a note where it is not the same.
+
+    The first of a stage's blocks are computed again, and ours are the last of each period: as many, and alike.
+    """
+    if method != "block" or not number or number * stages >= layers:
+        return "full", "several blocks keep one input" if method == "uniform" and (number or 1) > 1 else ""
+    share, note = Fraction(number * stages, layers), ""
+    if layers % stages:
+        share, note = share.limit_denominator(_LONGEST), f"{number} blocks of each stage, and stages differ"
+    ours = f"every-{share.denominator}" if share.numerator == 1 else f"{share.numerator}-of-{share.denominator}"
+    return ours, note
 
 
 def read_stages(text: str, name: str = "--pipeline-model-parallel-layout") -> list[int]:

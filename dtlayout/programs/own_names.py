@@ -338,7 +338,7 @@ def read_names(
     `ignored` has a pattern of names for each subject that changes no prediction; `otherwise` is one for names that are
     predicted as if they were not there; `neutral` has values of names that leave everything as it is predicted.
     """
-    neutral = neutral or {}
+    neutral, found.own = neutral or {}, said.values
     shown = {name for row in found.rows for name in row.option.replace(",", " ").split()}
     for name, value in said.values.items():
         what = next((what for what, names in ignored.items() if re.fullmatch(names, name)), None)

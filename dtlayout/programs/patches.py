@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
-from dtlayout.programs.script_edits import edit_script, to_flag, to_words
+from dtlayout.programs.script_edits import edit_assignments, edit_script, to_flag, to_words
 from dtlayout.programs.understood import Understood
 
 
@@ -26,14 +26,14 @@ class Patch(NamedTuple):
     text: str
     """Text of the file with these changes."""
 
-    def describe(self, *, is_script: bool) -> Iterator[str]:
+    def describe(self, *, has_flags: bool) -> Iterator[str]:
         """The changes in words, such as `--micro-batch-size 2 (was 1)`."""
         for name, value in self.changes.items():
             was = _show_value(self.before.get(name))
             if value is None:
-                yield f"without {_show(name, self.before.get(name), is_script)}"
+                yield f"without {_show(name, self.before.get(name), has_flags)}"
             else:
-                yield _show(name, value, is_script) + f" (was {was})" * (was not in ("", _show_value(value)))
+                yield _show(name, value, has_flags) + f" (was {was})" * (was not in ("", _show_value(value)))
 
 
 def find_patch(found: Understood, before: Job, after: Job, says: Callable[[str], bool]) -> Patch:
@@ -59,7 +59,7 @@ def find_patch(found: Understood, before: Job, after: Job, says: Callable[[str],
         return Patch(changes, {name: found.values.get(theirs.get(name, name)) for name in changes}, text)
     if not wanted:
         raise InvalidConfig(f"no option of {found.title} says it")
-    by_hand = [_show(name, value, found.file.tree is None) for name, value in wanted.items() if value is not None]
+    by_hand = [_show(name, value, found.takes_flags) for name, value in wanted.items() if value is not None]
     raise InvalidConfig([f"the file cannot be changed by these alone: {by_hand[0]}", *by_hand[1:]])
 
 
@@ -97,6 +97,8 @@ def _try(found: Understood, changes: Mapping[str, Any], says: Callable[[str], bo
     try:
         if file.tree is not None:
             text = file.tree.edit(changes)
+        elif found.assigns:
+            text = edit_assignments(file.text, changes)
         else:
             text, others = found.rewrite(file.text, changes) if found.rewrite else (file.text, changes)
             text = edit_script(text, others, _list_anchors(changes, text), by_variables=by_variables)
@@ -114,8 +116,8 @@ def _list_anchors(changes: Mapping[str, Any], text: str) -> list[str]:
     return [*[name for name in map(to_flag, changes) if name in there], *last, *there]
 
 
-def _show(name: str, value: Any, is_script: bool) -> str:
-    if is_script:
+def _show(name: str, value: Any, has_flags: bool) -> str:
+    if has_flags:
         return " ".join([to_flag(name), *(to_words(value) or ())])
     return f"{name} = {_show_value(value)}"
 

@@ -210,7 +210,7 @@ def _make_ffn(names: Mapping[str, str]) -> Naming:
         try:
             step, width = int(values[multiple]), int(4 * int(values[hidden]) * 2 / 3)
             width = int(width * float(values.get(factor, 1)))
-        except (KeyError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
             return {}
         return {inner: Assumed([str(-(-width // step) * step)], f"its default, a multiple of {multiple}")}
 

@@ -12,6 +12,8 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 
 _VALUE = re.compile(r"""[ \t]+((?:"[^"\n]*"|'[^'\n]*'|[^\s)"'\\])+)""")
+_ASSIGNED = re.compile(r"""(?<=[\s'"])\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=(?=\S)""")
+"""An option as NAME=VALUE, whose name has a dot."""
 _VARIABLE = re.compile(r'"?\$(?:(\w+)|\{(\w+)(?::?-[^}]*)?\})"?')
 
 
@@ -27,6 +29,9 @@ def edit_script(text: str, changes: Mapping[str, Any], anchors: Collection[str],
         place = _find(text, flag)
         if place is not None:
             flag = text[place : place + len(flag)]
+            spans = _find_values(text, place + len(flag))
+            if isinstance(value, bool) and len(spans) == 1:  # a truth value that is written out
+                words = [str(value) if text[slice(*spans[0])][:1].isupper() else str(value).lower()]
         if place is None and words is not None:
             text = _insert(text, " ".join([flag, *map(shlex.quote, words)]), anchors)
         elif place is not None and words is None:
@@ -34,6 +39,37 @@ def edit_script(text: str, changes: Mapping[str, Any], anchors: Collection[str],
         elif place is not None and words is not None:
             text = _put(text, place + len(flag), words, by_variables)
     return text
+
+
+def edit_assignments(text: str, changes: Mapping[str, Any]) -> str:
+    """The text with other values of options that a command says as NAME=VALUE, as Hydra's; None is null.
+
+    A new one stands before the first that the text has. InvalidConfig where there is none, or one stands there twice.
+    """
+    for name, value in changes.items():
+        written = _to_assignment(name, value)
+        pattern = re.compile(rf"""(?<![\w.+~])['"]?(\+{{0,2}}){re.escape(name)}=((?:\[[^\]\n]*\]|[^\s'"\\)])*)['"]?""")
+        places = [match for match in pattern.finditer(text) if not _is_comment(text, match.start())]
+        if len(places) > 1:
+            raise InvalidConfig(f"{name}= stands in the script {len(places)} times")
+        if places:
+            sign, place = places[0][1], places[0]
+            quoted = shlex.quote(f"{sign}{written}")
+            text = text[: place.start()] + quoted + text[place.end() :]
+            continue
+        first = next((m for m in _ASSIGNED.finditer(text) if not _is_comment(text, m.start())), None)
+        if first is None:
+            raise InvalidConfig(f"{written} finds no place in the script")
+        text = f"{text[: first.start()]}{shlex.quote(written)} {text[first.start() :]}"
+    return text
+
+
+def _to_assignment(name: str, value: Any) -> str:
+    if value is None:
+        return f"{name}=null"
+    if isinstance(value, list):
+        return f"{name}=[{','.join(map(str, value))}]"
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def to_flag(name: str) -> str:

@@ -70,6 +70,10 @@ class Understood:
     """Options that are not understood, or whose value the file alone does not say."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Option → its value, or its words, as `options` has their names."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Name in the file → value, where a reader translates them into options of another program."""
+    assigns: bool = False
+    """True for a command whose options are NAME=VALUE, as with Hydra."""
     file: OtherFile | None = None
     """The file, by which it can be changed."""
     options: ChooseOptions | None = None
@@ -80,6 +84,11 @@ class Understood:
     """Function that makes changes which no option of a script says, where the program has a way of its own for some."""
     names: dict[str, str] = field(default_factory=dict)
     """Option as `options` has it → the file's own name of it, where that is another one."""
+
+    @property
+    def takes_flags(self) -> bool:
+        """True for a command whose options begin with dashes."""
+        return self.file is not None and self.file.tree is None and not self.assigns
 
     def put(self, section: str, values: Mapping[str, Any], option: str, how: How = "read", note: str = "") -> None:
         """Note values of one of our sections, and the option that they come from."""

@@ -90,13 +90,14 @@ def _read_run(folder: Path, name: str) -> RunCurves:
     for raw in text.splitlines():
         try:
             line = parse_json(raw)
-            is_step = line["step"] >= 1
+            step = line["step"]
+            is_torn = step < 0
         except (ValueError, KeyError, TypeError):
-            is_step = False
-        if is_step:
-            lines[line["step"]] = line
-        else:
+            is_torn = True
+        if is_torn:
             num_torn += 1
+        elif step > 0:  # that of step 0 has validation losses alone
+            lines[step] = line
     try:
         found = load_config(config).layout
         layout = str(found.resolve(found.smallest_world_size))

@@ -159,6 +159,9 @@ class ModelShape(Ranged, section="model"):
     """Inner width of the feed-forward (HF: intermediate_size), where a block has no experts."""
     vocab_size: int = ranged("must be from 1 to a billion")
     """Rows of the embedding and of the head."""
+    unused_rows: int = ranged("must not be negative", 0)
+    """Last of these rows that are no tokens: they are there so that tp divides the rows, take no part in the loss, are
+    never generated, and are cut from exports."""
     family: str = "llama"
     """Model family whose block the model has: a name of `dtlayout.models.families`."""
     head_dim: int | None = None
@@ -214,6 +217,9 @@ class ModelShape(Ranged, section="model"):
         if self.block_kinds and len(self.block_kinds) != self.num_layers:
             what = f"model.num_layers={self.num_layers} is not the number of its block_kinds, {len(self.block_kinds)}"
             return [Refusal("num_layers", what, "trace a config.json that has it")]
+        if self.unused_rows >= self.vocab_size:
+            what = f"model.unused_rows={self.unused_rows} leaves none of vocab_size={self.vocab_size} rows"
+            return [Refusal("unused_rows", what, "use fewer")]
         heads = [*self._check_head_width()] or [*self._check_head_groups()]
         broken = [*heads, *self._check_dense_layers(), *self._check_frozen_router(), *self._check_block()]
         return broken or [*self._check_latent_attention()]
@@ -264,6 +270,16 @@ class ModelShape(Ranged, section="model"):
         if self.num_kv_heads != self.num_heads:
             what = f"must be num_heads={self.num_heads} with latent_attention"
             yield Refusal("num_kv_heads", f"model.num_kv_heads={self.num_kv_heads} {what}")
+
+    @property
+    def num_ids(self) -> int:
+        """Rows of the embedding that may be tokens."""
+        return self.vocab_size - self.unused_rows
+
+    @property
+    def without_unused(self) -> "ModelShape":
+        """The model without rows that are no tokens."""
+        return replace(self, vocab_size=self.num_ids, unused_rows=0)
 
     @property
     def head_width(self) -> int:

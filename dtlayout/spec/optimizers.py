@@ -6,7 +6,7 @@ optimizer. `register_optimizer` takes further ones.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from dtlayout.base import toml
@@ -19,8 +19,14 @@ from dtlayout.spec.roles import ROLES, Role
 
 _SCHEDULE = ("min_lr_ratio", "warmup_steps", "decay_steps", "max_norm")
 """Keys that count for all weights of a model, whichever optimizer updates them."""
-StateFormat = Literal["", "bfloat16"]
+StateFormat = Literal["", "bfloat16", "float32", "int8"]
 """Formats of [optimizer] state_format; the empty one is that of the parameters."""
+StateName = Format | Literal["int8"]
+"""Formats of a tensor of state."""
+_STATE_BYTES: dict[str, float] = {**BYTES, "int8": 1 + 4 / 256}
+"""Bytes of an element of state; int8 has a scale in fp32 for 256 elements, as bitsandbytes and torchao do."""
+_TRAINED_STATE: tuple[StateFormat, ...] = ("", "bfloat16")
+"""Formats in which our own trainer keeps the state; others can only be predicted."""
 STATE_FORMAT = "state_format"
 """The key of an optimizer that says the format of its state."""
 _BF16_SPACING = 2.0**-8
@@ -93,27 +99,27 @@ class Optimizer(Ranged, section="optimizer"):
         return {}
 
     @property
-    def state(self) -> dict[str, Format | None]:
+    def state(self) -> dict[str, StateName | None]:
         """Tensors that are kept for each parameter, in its shape: torch's name → format, None for the parameter's."""
         return {}
 
     @property
-    def update_bytes(self) -> int:
+    def update_bytes(self) -> float:
         """Bytes read and written for each parameter by an update in fp32.
 
         By default one kernel reads the gradient, and reads and writes the parameter and its state.
         """
         return 4 + 2 * (4 + self.state_bytes(4))
 
-    def state_bytes(self, parameter_bytes: int) -> int:
+    def state_bytes(self, parameter_bytes: int) -> float:
         """Bytes of state for each parameter of so many bytes, `step_bytes` not counted."""
-        return sum(BYTES[kept] if kept else parameter_bytes for kept in self.state.values())
+        return sum(_STATE_BYTES[kept] if kept else parameter_bytes for kept in self.state.values())
 
     def of_role(self, role: Role) -> "Optimizer":
         """The optimizer that updates weights of a role: this one takes all."""
         return self
 
-    def state_of(self, role: Role) -> dict[str, Format | None]:
+    def state_of(self, role: Role) -> dict[str, StateName | None]:
         """The `state` that is kept of the weights of a role."""
         return self.of_role(role).state
 
@@ -191,7 +197,9 @@ class AdamW(Optimizer):
     eps: float = ranged("must be above 0 and finite", 1e-8)
     """Added to the root of the second moment."""
     state_format: StateFormat = ""
-    """Format of both moments: bfloat16, or that of the parameters if it is empty. The parameters keep theirs."""
+    """Format of both moments, or that of the parameters if it is empty. The parameters keep theirs. bfloat16 can be
+    trained. Predicted are also float32, and int8 with a scale for 256 elements, beside which moments of the embedding
+    are in float32 (bitsandbytes beneath Hugging Face's Trainer)."""
 
     step_bytes = 4
 
@@ -210,8 +218,16 @@ class AdamW(Optimizer):
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, **own}
 
     @property
-    def state(self) -> dict[str, Format | None]:
+    def state(self) -> dict[str, StateName | None]:
         return {"exp_avg": self.state_format or None, "exp_avg_sq": self.state_format or None}
+
+    def of_role(self, role: Role) -> Optimizer:
+        return self.parts[-1] if role == "embedding" else self
+
+    @property
+    def parts(self) -> tuple[Optimizer, ...]:
+        """This one, and beside moments in int8 the one with those of the embedding."""
+        return (self, replace(self, state_format="float32")) if self.state_format == "int8" else (self,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +240,8 @@ class SGD(Optimizer):
     momentum: float = ranged("must lie between 0 and 1", 0.9)
     """Share of the last update that goes into the next one."""
     state_format: StateFormat = ""
-    """Format of the momentum: bfloat16, or that of the parameters if it is empty. The parameters keep theirs."""
+    """Format of the momentum, or that of the parameters if it is empty. The parameters keep theirs. bfloat16 can be
+    trained; float32 and int8 are predicted."""
 
     @property
     def torch_class(self) -> str:  # type: ignore[override]
@@ -241,11 +258,11 @@ class SGD(Optimizer):
         return {"momentum": self.momentum, "foreach": True, **own}
 
     @property
-    def state(self) -> dict[str, Format | None]:
+    def state(self) -> dict[str, StateName | None]:
         return {"momentum_buffer": self.state_format or None} if self.momentum else {}
 
     @property
-    def update_bytes(self) -> int:
+    def update_bytes(self) -> float:
         """Weight decay and the update read two tensors and write one; so does momentum, after it was scaled.
 
         Those passes read the momentum three times and write it twice.
@@ -266,8 +283,18 @@ def _find_lost(state_format: str, **decays: float) -> list[Refusal]:
             f"use {name} up to {1 - _BF16_SPACING:.3f}, or leave out optimizer.state_format",
         )
         for name, decay in decays.items()
-        if state_format and 0 < 1 - decay < _BF16_SPACING
+        if state_format == "bfloat16" and 0 < 1 - decay < _BF16_SPACING
     ]
+
+
+def check_state_format(optimizer: Optimizer) -> list[Refusal]:
+    """A refusal of a format of state that our own trainer does not have; other programs are predicted with it."""
+    formats = (getattr(part, STATE_FORMAT, "") for part in optimizer.parts)
+    kept = next((each for each in formats if each not in _TRAINED_STATE), None)
+    if kept is None:
+        return []
+    what = f"optimizer.state_format={kept} can be predicted, not trained"
+    return [Refusal(STATE_FORMAT, what, "use state_format=bfloat16, or leave it out")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +326,7 @@ class Muon(RoleOptimizer):
         return {key: getattr(self, key) for key in keys}
 
     @property
-    def state(self) -> dict[str, Format | None]:
+    def state(self) -> dict[str, StateName | None]:
         return {"momentum_buffer": None}
 
     @property

@@ -123,6 +123,7 @@ _LONG_RUN_STEPS = 100_000
 """Steps of the long run whose learning rates a trial uses: its own steps are too few for a warm-up."""
 _SET = {
     "train.steps": "a sweep says how many, with steps",
+    "train.epochs": "a sweep says how many steps, with steps",
     "train.run_folder": "each trial has its own",
     "checkpoint.save": "a trial saves none",
 }
@@ -192,7 +193,12 @@ def find_trial_gpu(device: Literal["cpu", "cuda", "auto"], known: Gpu | None) ->
 
 def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     """The trial with these overrides."""
-    everything = [*sweep.overrides, *overrides, f"--train.steps={sweep.steps}", "--checkpoint.save=false"]
+    everything = [
+        *sweep.overrides,
+        *overrides,
+        f"--train.steps={sweep.steps}",
+        "--checkpoint.save=false",
+    ]
     try:
         config = load_config(sweep.config, everything)
         length = config.optimizer.decay_steps or max(_LONG_RUN_STEPS, config.optimizer.warmup_steps)

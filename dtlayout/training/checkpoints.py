@@ -22,6 +22,7 @@ from dtlayout.config.config import Config
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.beside import KEPT
 from dtlayout.models.peft import find_export_notes
+from dtlayout.models.weights import describe_cut_rows
 from dtlayout.plans.disk import DiskState, DiskUnit
 from dtlayout.training.watchdog import SPARE_S, Watchdog
 
@@ -204,6 +205,8 @@ class Checkpoints:
             else:
                 number_format, max_seq_len = config.precision.compute, config.batch.seq_len
                 export_weights(checkpoint, folder, number_format=number_format, max_seq_len=max_seq_len, **beside)
+                for line in describe_cut_rows(config.model):
+                    self.say(f"note: {line}")
             self.say(f"exported {self.folder / 'hf'}")
         except (DtlayoutError, OSError) as error:  # the run is done all the same
             self.say(f"not exported: {error}; dtlayout convert {self.folder} FOLDER tries again")

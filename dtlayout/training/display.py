@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -43,6 +43,11 @@ class Display:
         )
         self.task = self.progress.add_task("train", total=num_steps, numbers="")
 
+    def set_length(self, num_steps: int) -> None:
+        """Set the number of steps, where only the data have said it."""
+        self.num_steps = self.time_left.num_steps = num_steps
+        self.progress.update(self.task, total=num_steps)
+
     def __enter__(self) -> Self:
         self.progress.start()
         return self
@@ -76,7 +81,12 @@ class Display:
                 self.unsaid_peak = None
             self.say("  ".join([self._name(metrics.step), *map(self._align, cells)]))
         if metrics.validation_loss is not None:
-            self.say(f"{self._name(metrics.step)}  validation loss {metrics.validation_loss:.4f}")
+            self.show_validation(metrics.step, metrics.validation_loss, metrics.validation_losses or {})
+
+    def show_validation(self, step: int, loss: float, named: Mapping[str, float]) -> None:
+        """Print the validation losses after a step: that of the run, and those of named sets."""
+        sets = "".join(f"  {name} {each:.4f}" for name, each in named.items())
+        self.say(f"{self._name(step)}  validation loss {loss:.4f}{sets}")
 
     def _name(self, step: int) -> str:
         """A step's name, as wide as the last step's."""
@@ -154,12 +164,17 @@ def compare(measured: T | None, predicted: T | None, show: Callable[[T], str]) -
     return f"{text} ({round(100 * (predicted / measured - 1)):+d} %)" if measured else text
 
 
-def describe_validation(validation: Validation | None) -> list[tuple[str, str]]:
-    """Row about validation in the table at the end; none without validation."""
+def describe_validation(validation: Validation | None, sets: Mapping[str, Validation]) -> list[tuple[str, str]]:
+    """Rows about validation in the table at the end, one for each named set; none without validation."""
     if validation is None:
         return []
-    steps = plural(validation.best_step, "step")
-    return [("validation loss", f"{validation.last:.4f}, best {validation.best:.4f} after {steps}")]
+    found = {f"validation loss, {name}": each for name, each in sets.items()} or {"validation loss": validation}
+    if sets and validation not in sets.values():
+        found = {"validation loss": validation, **found}
+    return [
+        (name, f"{each.last:.4f}, best {each.best:.4f} after {plural(each.best_step, 'step')}")
+        for name, each in found.items()
+    ]
 
 
 def describe_peaks(

@@ -6,7 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,6 +77,8 @@ class StepMetrics:
     """Mean entropy of a token's scores, nats."""
     router_square: float | None = None
     """Mean square of the log-sum-exp of a router's logits, which the z loss keeps small."""
+    validation_losses: dict[str, float] | None = None
+    """Nats per token of each named set of [validation] after this step; None where none was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,20 @@ class Validation:
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Validation | None":
         """Sum up the lines of metrics.jsonl; None if no step was validated."""
         found = [(line["validation_loss"], line["step"]) for line in lines if line.get("validation_loss") is not None]
-        return cls(last=found[-1][0], best=min(found)[0], best_step=min(found)[1]) if found else None
+        return cls._sum_up(found) if found else None
+
+    @classmethod
+    def of_sets(cls, lines: Iterable[Mapping[str, Any]]) -> "dict[str, Validation]":
+        """Sum up the lines of metrics.jsonl for each named set."""
+        found: dict[str, list[tuple[float, int]]] = {}
+        for line in lines:
+            for name, loss in (line.get("validation_losses") or {}).items():
+                found.setdefault(name, []).append((loss, line["step"]))
+        return {name: cls._sum_up(pairs) for name, pairs in found.items()}
+
+    @classmethod
+    def _sum_up(cls, found: list[tuple[float, int]]) -> "Validation":
+        return cls(last=found[-1][0], best=min(found)[0], best_step=min(found)[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +122,14 @@ class Summary:
     """Exit code of each process of the run; None for a run that crashed, which may go on."""
     steps: int = 0
     """Optimizer steps that the newest state has seen."""
+    epochs: float = 0.0
+    """Length that `train.epochs` asked for; 0 where `train.steps` did."""
     final_loss: float | None = None
     """Mean loss of the last ten steps, or of all if there are fewer, nats a token."""
     validation: Validation | None = None
     """Losses of [validation]; None for a run without any."""
+    validation_sets: dict[str, Validation] = field(default_factory=dict)
+    """Losses of each named set of [validation]."""
     parameters: int | None = None
     device: str = ""
     torch: str = ""
@@ -135,7 +154,8 @@ class Summary:
         """The JSON document: all fields, and the main numbers of the record as keys of their own."""
         short, run = (_shorten(self.run), self.run.to_dict()) if self.run else ({}, None)
         validation = vars(self.validation) if self.validation else None
-        return {**vars(self), "validation": validation, **short, "run": run}
+        sets = {name: vars(each) for name, each in self.validation_sets.items()}
+        return {**vars(self), "validation": validation, "validation_sets": sets, **short, "run": run}
 
     def write(self, folder: Path) -> None:
         """Write RUN/summary.json."""
@@ -259,10 +279,13 @@ class MetricsFile:
         """Lines that the disk had no room for yet."""
 
     def keep_until(self, step: int) -> int:
-        """Drop a torn line and those after `step`, which a resumed run writes again; the last step it had."""
-        lines = self.read()
+        """Drop a torn line and those after `step`, which a resumed run writes again; the last step it had.
+
+        With 0, where a run begins anew, all lines are dropped, that of step 0 too.
+        """
+        lines = self.read_all()
         if self.path.exists():
-            write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in lines if line["step"] <= step))
+            write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in lines if line["step"] <= step and step))
         return lines[-1]["step"] if lines else 0
 
     def append(self, metrics: StepMetrics) -> str:
@@ -270,7 +293,16 @@ class MetricsFile:
 
         If the disk has no room, the line waits for the next call, and the first such call returns the message.
         """
-        self.unwritten.append(json.dumps(asdict(metrics)) + "\n")
+        return self._append(asdict(metrics))
+
+    def append_start(self, loss: float, named: Mapping[str, float], layout: str) -> str:
+        """Add a line for step 0, in which only validation losses are numbers; a message as of `append`."""
+        nothing = {each.name: None for each in fields(StepMetrics)}
+        losses = {"validation_loss": loss, "validation_losses": dict(named) or None}
+        return self._append({**nothing, "step": 0, "tokens": 0, **losses, "spike": False, "layout": layout})
+
+    def _append(self, line: Mapping[str, Any]) -> str:
+        self.unwritten.append(json.dumps(line) + "\n")
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -284,7 +316,11 @@ class MetricsFile:
         return ""
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines but one that a kill tore; none if there is no file yet."""
+        """The lines of steps, but one that a kill tore; none if there is no file yet."""
+        return [line for line in self.read_all() if line.get("step") != 0]
+
+    def read_all(self) -> list[dict[str, Any]]:
+        """The lines of steps, and before them that of step 0 if validation had one."""
         return [parse_json(line) for line in read_lines(self.path)] if self.path.exists() else []
 
 

@@ -44,6 +44,8 @@ class ObservedStep:
     """Seconds of the step as metrics.jsonl counts them; known in `after_step`."""
     validation_loss: float | None = None
     """Nats a token of [validation]; None where this step was not followed by one."""
+    validation_losses: dict[str, float] | None = None
+    """Nats a token of each named set of [validation]; None without any, or where this step was not followed by one."""
     peak_bytes: int | None = None
     """Largest peak of memory of all ranks; None where it was not measured."""
 
@@ -65,6 +67,9 @@ class Observer:
     Gradients are there in `before_action(None)` alone, after the last backward: the launch goes on with the update and
     frees them. An exception ends the run.
     """
+
+    def at_start(self) -> None:
+        """Called once before the first launch."""
 
     def around_launch(self, number: int) -> AbstractContextManager[object]:
         """A block around the launch of a step, by its number from 1."""

@@ -1,6 +1,6 @@
 """Records: the lines that a run prints, and the files about it in its folder."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.traced import FAMILY
-from dtlayout.models.weights import find_other_positions
+from dtlayout.models.weights import describe_longer_context, describe_new_rows, find_other_positions
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
@@ -61,7 +61,7 @@ class Records(Observer):
     def __init__(self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device):
         """Predict the run; `chosen` are the config's kernels, each auto replaced by a name."""
         self.config, self.layout, self.chosen, self.device = config, layout, chosen, device
-        self.folder = Path(config.train.run_folder)
+        self.folder, self.epochs = Path(config.train.run_folder), config.train.epochs
         self.is_writer = dist.get_rank() == 0
         self.display = Display(open_console(quiet=not self.is_writer), config.train.steps, config.metrics.log_every)
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -85,7 +85,12 @@ class Records(Observer):
             kernels=chosen.kernels, outcome="running", predicted=to_predicted(estimate, scenario),
         )  # fmt: skip
 
-    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: Samples | None, *, is_new: bool) -> None:
+    def set_length(self, config: Config) -> None:
+        """Take the config whose number of steps is known."""
+        self.config = config
+        self.display.set_length(config.train.steps)
+
+    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: dict[str, Samples], *, is_new: bool) -> None:
         """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
         model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
@@ -99,7 +104,10 @@ class Records(Observer):
         if starts_from_folder(self.config, is_new=is_new):
             self.display.say(f"weights of {self.config.train.init_from}")
             source, tokenizer = self.config.train.init_from, self.config.data.tokenizer
+            for line in describe_new_rows(source, model, self.config.train.new_rows):
+                self.display.say(line)
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
+            lines += describe_longer_context(source, self.config.batch.seq_len)
             for line in lines + find_adapter_notes(expand(source)):
                 self.display.say(f"note: {line}")
         elif is_new and model.family == FAMILY:
@@ -117,8 +125,8 @@ class Records(Observer):
         self.display.say(self._prediction_line)
         if self.is_writer:
             lines = describe_training(trainer.batches.samples, self.config.train.steps)
-            if held_out is not None:
-                lines += describe_held_out(held_out, self.config.validation.batches)
+            for name, each in held_out.items():
+                lines += describe_held_out(name, each, self.config.count_held_out_batches(name))
             for line in lines:
                 self.display.say(line)
 
@@ -162,6 +170,7 @@ class Records(Observer):
             peak_memory_bytes=step.peak_bytes,
             data_wait_s=step.data_wait_s,
             validation_loss=step.validation_loss,
+            validation_losses=step.validation_losses,
             spike=step.is_spike,
             loss_scale=step.result.loss_scale,
             layout=str(self.layout),
@@ -173,6 +182,15 @@ class Records(Observer):
                 self.display.say(problem)
             self._trackers.write(metrics)
         self.display.show(metrics)
+
+    def note_start(self, losses: Mapping[str, float]) -> None:
+        """Note the validation losses before the first step, by the names of their sets, as those of step 0."""
+        first, named = next(iter(losses.values())), {name: loss for name, loss in losses.items() if name}
+        if self.is_writer:
+            if problem := self._metrics.append_start(first, named, str(self.layout)):
+                self.display.say(problem)
+            self._trackers.write_start(first, named)
+        self.display.show_validation(0, first, named)
 
     def note_samples(self, samples: Samples, step: int, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:
         """Write down which samples a step had; a part of a sentence about it, on the rank that writes."""
@@ -200,8 +218,8 @@ class Records(Observer):
         """Write summary.json and print the table at the end of a run that has done so many steps."""
         if not self.is_writer:
             return
-        lines = self._metrics.read()
-        losses = [line["loss"] for line in lines]
+        lines = self._metrics.read_all()
+        losses = [line["loss"] for line in lines if line["step"] > 0]
         imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]
         step_time_s, spread_s = time_steps(self._step_times_s, self.num_slow)
         speed = self._speed.describe(step_time_s) if step_time_s else {}
@@ -219,10 +237,12 @@ class Records(Observer):
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
             steps=done,
+            epochs=self.epochs,
             skipped=self.skipped,
             spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
+            validation_sets=Validation.of_sets(lines),
             parameters=count_parameters(self.config.model),
             device=self.device.name,
             torch=torch.__version__,
@@ -244,7 +264,7 @@ class Records(Observer):
                 f"loss, mean of the last {plural(num_losses, 'step')}",
                 compare(summary.final_loss, None, "{:.4f}".format),
             ),
-            *describe_validation(summary.validation),
+            *describe_validation(summary.validation, summary.validation_sets),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
             ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),

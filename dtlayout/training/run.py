@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from dtlayout.ops.attention import attention_implementation
 from dtlayout.schedules.actions import Action
 from dtlayout.spec.layout import Layout
 from dtlayout.training.checkpoints import Checkpoints
+from dtlayout.training.length import decide_steps
 from dtlayout.training.metrics import note_crash
 from dtlayout.training.observer import Observer
 from dtlayout.training.observers.folder import FolderObserver
@@ -122,6 +124,10 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     records = Records(config, inputs.layout, inputs.chosen, inputs.device)
     checkpoints = Checkpoints(config, records.display.say, watch, lease.check if lease else lambda: None)
     is_new = checkpoints.newest is None
+    config = decide_steps(config, inputs.samples, checkpoints.newest)
+    inputs = replace(inputs, config=config)
+    records.set_length(config)
+    checkpoints.config = config
     base = find_frozen_base(config, checkpoints.host)
     if base is not None and checkpoints.newest is not None:
         check_base(checkpoints.newest, base)
@@ -141,6 +147,8 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     try:
         with records.display:
             is_stopped = _is_stopped(inputs.stop, checkpoints.host)
+            for observer in () if is_stopped else observers:
+                observer.at_start()
             exit_code, done = (EXIT_STOPPED, done) if is_stopped else run_steps(steps, trainer, observers, watch)
             if exit_code == EXIT_STOPPED:
                 done = checkpoints.saved

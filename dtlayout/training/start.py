@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -11,7 +13,7 @@ from dtlayout.base.signals import StopRequest
 from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.nodes import prepare_on_node
-from dtlayout.data.samples import Samples, check_held_out, open_samples
+from dtlayout.data.samples import Samples, open_samples
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_full_disk, refuse_hopeless
 from dtlayout.spec.device import Device, check_formats, find_host_bytes
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
@@ -30,8 +32,8 @@ class RunInputs:
     chosen: ResolvedKernels
     """The config's kernels, each auto replaced by a name."""
     samples: Samples
-    held_out: Samples | None
-    """Samples of [validation]; None if the config has no such section."""
+    held_out: dict[str, Samples]
+    """Samples of each set of [validation], by its name."""
     stop: StopRequest
 
 
@@ -70,15 +72,20 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
 
 def open_data(config: Config, data: DataConfig, store: dist.Store, what: str, *, seed: int) -> Samples:
     """Samples of `data`; each source is prepared once a node, under a key of the store that begins with `what`."""
-    folders = [prepare_on_node(each, store, f"{what}/{i}") for i, each in enumerate(data.sources)]
-    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=seed)
+    vocab_size, batch = config.model.vocab_size, config.batch
+
+    def finish(each: DataConfig, folder: Path) -> None:
+        open_samples(each, [folder], vocab_size, batch, seed=seed)  # so that one process packs best-fit samples
+
+    folders = [
+        prepare_on_node(each, store, f"{what}/{i}", partial(finish, each)) for i, each in enumerate(data.sources)
+    ]
+    return open_samples(data, folders, vocab_size, batch, seed=seed)
 
 
-def open_held_out(config: Config, store: dist.Store) -> Samples | None:
-    """Samples of [validation], in an order that no seed decides; DataError if they make no batch."""
-    data = config.validation_data
-    if data is None:
-        return None
-    samples = open_data(config, data, store, "validation", seed=0)
-    check_held_out(samples, data.source)
-    return samples
+def open_held_out(config: Config, store: dist.Store) -> dict[str, Samples]:
+    """Samples of each set of [validation], each sample once, in an order that no seed decides."""
+    return {
+        name: replace(open_data(config, data, store, f"validation/{name}", seed=0), is_once=True)
+        for name, data in config.held_out_data.items()
+    }

@@ -34,7 +34,13 @@ def name_numbers(metrics: StepMetrics) -> dict[str, float]:
     numbers = asdict(metrics)
     del numbers["layout"]  # no number, and in the config
     del numbers["step"]
-    return {_TAGS.get(name, f"speed/{name}"): value for name, value in numbers.items() if value is not None}
+    named = numbers.pop("validation_losses") or {}
+    numbers |= {f"validation/{name}": loss for name, loss in named.items()}
+    return {
+        _TAGS.get(name, name if "/" in name else f"speed/{name}"): value
+        for name, value in numbers.items()
+        if value is not None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +118,7 @@ class WeightsAndBiases:
         is_offline = self.run.offline
         self.where = f"wandb sync {folder}/offline-run-*" if is_offline else str(self.run.url)
         # A step that W&B has cannot be written again. Its server says which one comes next; offline nobody does.
-        self.last = self.run.step - 1 if not is_offline else 0 if is_new else start.noted
+        self.last = self.run.step - 1 if not is_offline else -1 if is_new else start.noted
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if step > self.last:
@@ -145,13 +151,19 @@ class Trackers:
 
     def write(self, metrics: StepMetrics) -> None:
         """Send a step to each session."""
-        numbers = name_numbers(metrics) if self.sessions else {}
+        self._write(metrics.step, name_numbers(metrics) if self.sessions else {})
+
+    def write_start(self, loss: float, named: Mapping[str, float]) -> None:
+        """Send the validation losses before the first step, as those of step 0."""
+        self._write(0, {"validation/loss": loss, **{f"validation/{name}": each for name, each in named.items()}})
+
+    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, session in list(self.sessions.items()):
             try:
-                session.write(metrics.step, numbers)
+                session.write(step, numbers)
             except Exception as error:
                 del self.sessions[name]
-                self._say_lost(name, f"failed after step {metrics.step} and is dropped", error)
+                self._say_lost(name, f"failed after step {step} and is dropped", error)
                 with suppress(Exception):  # what is left of it would speak up when Python ends
                     session.close(is_fine=False)
 

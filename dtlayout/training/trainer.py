@@ -130,7 +130,8 @@ def _find_weights(config: Config, group: dist.ProcessGroup, *, is_new: bool) -> 
         return initialize
     folder = expand(config.train.init_from)
     adapter = folder if is_new and is_peft(folder) else None
-    return partial(load_weights, find_base_folder(folder), adapter=adapter, group=group)
+    new_rows = config.train.new_rows
+    return partial(load_weights, find_base_folder(folder), adapter=adapter, group=group, new_rows=new_rows)
 
 
 def starts_from_folder(config: Config, *, is_new: bool) -> bool:

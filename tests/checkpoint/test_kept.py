@@ -9,6 +9,7 @@ import pytest
 from real_folders import CHATML, REAL, find_id, save_real, save_words
 from safetensors.torch import load_file
 from tiny import write_tiny
+from tokenizers import Tokenizer
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
@@ -84,15 +85,42 @@ def test_a_step_changes_the_weights_and_no_other_file(folder, tmp_path, monkeypa
     assert main(["generate", str(run), "--prompt", "3 times", "--max-tokens", "2"]) == 0
 
 
-def test_what_training_changes_is_said_and_nothing_else(tmp_path):
+def test_what_training_changes_is_said_and_nothing_else(tmp_path, capfd):
     folder = save_real("llama-3.1-instruct", tmp_path / "llama")
     longer = f"--model.name={folder}", "--model.rope_theta=7e5", "--batch.seq_len=300", "--batch.global_batch=2"
     run = start(folder, tmp_path, *longer, "--precision.compute=bfloat16")
+    said = capfd.readouterr().out
+    assert f"note: rope_theta is 700000.0, that of {folder} 500000.0\n" in said
+    assert f"note: {folder} is made for 256 tokens, and batch.seq_len is 300: an export is made for as many\n" in said
     assert main(["convert", str(run), str(tmp_path / "out")]) == 0
     config, was = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "out", folder))
     scaling = {key: value for key, value in was.pop("rope_parameters").items() if key != "rope_theta"}
     assert config.pop("rope_theta") == 7e5 and config.pop("rope_scaling") == scaling
     assert config == was | {"max_position_embeddings": 300}
+
+
+@pytest.mark.parametrize(("kind", "has_template"), [("qwen-2.5-instruct", True), ("llama-2", False)])
+def test_conversations_and_new_tokens_change_the_rows_and_no_other_word_beside_the_weights(
+    tmp_path, kind, has_template
+):
+    """The context, rope, generation config, special tokens and templates are the folder's, but what is asked for."""
+    folder = save_real(kind, tmp_path / kind)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<tool>"])
+    tokenizer.add_tokens([f"new{i}" for i in range(300 - tokenizer.get_vocab_size())])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    talk = [{"role": "user", "content": "3 times <tool>"}, {"role": "assistant", "content": "is new1 6."}]
+    (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    options = [f"--data.source={tmp_path / 'talks.jsonl'}", "--data.messages_field=messages", "--data.samples=best-fit"]
+    options += [] if has_template else [f"--data.chat_template={tmp_path / 'own.jinja'}"]
+    run = start(folder, tmp_path, *options, "--precision.compute=bfloat16", "--checkpoint.export=true")
+    before, after = read_beside(folder), read_beside(run / "hf")
+    asked = set() if has_template else {"chat_template.jinja"}
+    assert after.keys() == before.keys() | asked
+    assert {name for name in after if after[name] != before.get(name)} == {"config.json"} | asked
+    config, was = json.loads(after["config.json"]), json.loads(before["config.json"])
+    assert config == was | {"vocab_size": 300}
 
 
 def test_another_tokenizer_takes_the_place_of_the_folders(tmp_path, capfd):

@@ -49,7 +49,9 @@ def test_one_section_is_printed_and_is_a_document(capsys):
         "## [data]\n\nDocuments to train on, and how they become tokens and samples.\n\n- `source`: a string, "
     )
     assert printed.count("##") == 1
-    assert '- `samples`: a string, `"packed"` by default, one of packed, padded. How documents become ' in printed
+    assert (
+        '- `samples`: a string, `"packed"` by default, one of packed, padded, best-fit. How documents become' in printed
+    )
     assert "- `max_tokens`: a whole number, `0` by default, must not be negative. Most tokens to prepare " in printed
     assert main(["config", "data", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)

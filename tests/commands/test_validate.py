@@ -395,7 +395,7 @@ def test_there_is_no_picture_of_nothing(tmp_path, capsys):
     [
         (["--worst", "-1"], "--worst=-1 must not be negative"),
         (["--out", "fitted.toml"], "--out names the file that --fit writes; add --fit"),
-        (["--engine", "steam"], "--engine=steam is unknown; use one of aa-scaling, automodel, deepspeed, dtlayout"),
+        (["--engine", "steam"], "--engine=steam is unknown; use one of aa-scaling, accelerate, automodel"),
         (["--plots", "{file}"], "--plots={file} cannot be made a folder: "),
     ],
 )

@@ -145,7 +145,7 @@ def test_all_problems_of_all_sections_come_at_once():
         "batch.global_batch=0 must be from 1 to a billion",
         "batch.seq_len=-1 must be from 1 to a billion",
         "train.sed is unknown; did you mean train.seed?",
-        "train.steps is missing",
+        "train.steps is missing; say how many, or how many train.epochs",
         "layout.tp='2' must be a whole number",
         "layout.zero=4 is unknown; use one of [1, 2, 3]",
         "kernels.norm='layer' is unknown; use one of ['auto', 'eager', 'fused', 'liger']",
@@ -164,7 +164,7 @@ def test_all_problems_of_all_sections_come_at_once():
 @pytest.mark.parametrize(
     ("section", "wrong"),
     [
-        ("train", {"steps": 0, "timeout_s": 0.0}),
+        ("train", {"steps": -1, "epochs": -1.0, "timeout_s": 0.0}),
         ("checkpoint", {"every": -1, "keep": 0}),
         ("metrics", {"log_every": 0, "memory_every": 0}),
         ("cluster", {"gpu": "abacus", "gpus_per_node": 0}),
@@ -193,7 +193,7 @@ def test_a_wrong_degree_is_reported_with_the_problems_of_other_sections(wrong):
         ("optimizer", "min_lr_ratio", 1.5, 1.0, "between 0 and 1"),
         ("optimizer", "warmup_steps", -1, 0, "not be negative"),
         ("optimizer", "weight_decay", -0.1, 0.0, "not be negative"),
-        ("train", "steps", 0, 1, "at least 1"),
+        ("train", "steps", -1, 1, "not be negative"),
         ("train", "timeout_s", 0.0, 0.1, "above 0"),
         ("train", "timeout_s", 1e300, 2_592_000.0, "at most 2592000"),
         ("checkpoint", "timeout_s", 1e300, 2_592_000.0, "at most 2592000"),
@@ -230,7 +230,7 @@ def list_path_keys() -> list[tuple[str, str]]:
 PATH_KEYS = [
     ("cluster", "file"), ("data", "chat_template"), ("data", "folder"), ("data", "source"), ("data", "tokenizer"),
     ("data.mixture", "source"), ("layout", "offload_folder"), ("model", "trace"), ("train", "init_from"),
-    ("train", "run_folder"), ("validation", "source"),
+    ("train", "run_folder"), ("validation", "source"), ("validation.sets", "source"),
 ]  # fmt: skip
 
 
@@ -242,6 +242,8 @@ def put(section: str, key: str, value: Any) -> dict[str, Any]:
     """The tables of a config that has this value."""
     if section == "data.mixture":
         return tables(data={"mixture": [{key: value}]})
+    if section == "validation.sets":
+        return tables(validation={"sets": [{"name": "a", key: value}]})
     return tables(**{section: {key: value}})
 
 
@@ -253,7 +255,7 @@ def test_a_path_has_a_home_in_the_place_of_its_tilde(section, key, tmp_path, mon
     for part in section.split("."):
         found = getattr(found, part)
     assert getattr(found[0] if isinstance(found, tuple) else found, key) == str(tmp_path / "mine")
-    if section != "data.mixture":
+    if section not in ("data.mixture", "validation.sets"):
         assert parse_config(toml.loads(parse_config(put(section, key, "~/mine")).to_toml()))
 
 
@@ -629,8 +631,8 @@ configs = st.builds(
         mixture=st.lists(st.builds(Source, source=paths, weight=st.floats(1e-6, 1e6), split=paths), max_size=2).map(
             tuple
         ),
-        samples=st.sampled_from(["packed", "padded"]),
-        loss_on=st.sampled_from(["answers", "all"]),
+        samples=st.sampled_from(["packed", "padded", "best-fit"]),
+        loss_on=st.sampled_from(["answers", "last", "all"]),
         tokenizer=paths,
         end_of_document=texts,
         max_tokens=positive,
@@ -665,8 +667,9 @@ def test_a_section_that_is_left_out_has_its_defaults():
     for name, of in SECTIONS.items():
         if name not in TABLES:
             assert getattr(config, name) == of()
+    assert config.train == TrainConfig(**TABLES["train"])
     assert [f.name for of in SECTIONS.values() for f in fields(of) if f.default is MISSING] == [
-        *(f.name for f in fields(ModelShape) if f.default is MISSING), "global_batch", "seq_len", "steps",
+        *(f.name for f in fields(ModelShape) if f.default is MISSING), "global_batch", "seq_len",
     ]  # fmt: skip
 
 
@@ -712,3 +715,32 @@ def test_advice_for_a_large_cluster_tries_few_layouts(monkeypatch):
     with pytest.raises(InvalidLayout, match=r"world size 16500 .* start 8192 or 16384, or change the degrees"):
         check_layout(config, 16_500)
     assert len(tried) < 1000
+
+
+def test_a_run_is_so_many_steps_or_so_many_epochs_long(tmp_path):
+    (found,) = problems_of(tables(train={"steps": 3, "epochs": 2}))
+    both = "train.steps=3 and train.epochs=2 both say the length of the run"
+    assert found == f"{both}; use one of them, and 0 for the other"
+    path = tmp_path / "c.toml"
+    path.write_text(parse_config(tables(train={"steps": 3})).to_toml())
+    longer = load_config(path, ["--train.epochs=2"])  # what is asked for takes the place of what the file says
+    assert (longer.train.steps, longer.train.epochs) == (0, 2)
+    path.write_text(longer.to_toml())
+    assert load_config(path, ["--train.steps=4"]).train.epochs == 0
+    assert load_config(path, ["--train.steps=0"]).train.epochs == 2
+    with pytest.raises(InvalidConfig, match="both say the length"):
+        load_config(path, ["--train.steps=4", "--train.epochs=1"])
+
+
+def test_sets_of_validation_have_names_of_their_own():
+    sets = [{"name": name, "source": f"{name}.txt"} for name in ("web", "code")]
+    config = parse_config(tables(validation={"sets": sets, "batches": 3}))
+    assert list(config.held_out_data) == ["web", "code"] and config.validation_data == config.held_out_data["web"]
+    with_source = parse_config(tables(validation={"sets": [sets[0] | {"batches": 5}], "source": "a.txt", "batches": 3}))
+    assert [each.source for each in with_source.held_out_data.values()] == ["a.txt", "web.txt"]
+    assert [with_source.count_held_out_batches(name) for name in ("", "web")] == [3, 5]
+    assert parse_config(tables()).held_out_data == {} and parse_config(tables()).validation_data is None
+    (twice,) = problems_of(tables(validation={"sets": [sets[0], sets[0]]}))
+    assert twice == "validation.sets has 'web' twice; give each a name of its own"
+    (wrong,) = problems_of(tables(validation={"sets": [sets[0] | {"name": "a/b"}]}))
+    assert wrong == "validation.sets.name='a/b' must be of letters, digits, -, _ and ."

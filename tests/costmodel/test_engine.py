@@ -111,8 +111,8 @@ def test_what_a_host_takes_to_start_kernels_holds_beside_gpus_alone():
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
     assert problems_of("megatorn") == [
-        "engine 'megatorn' is unknown; use one of aa-scaling, automodel, deepspeed, dtlayout, fsdp1, internevo, "
-        "kempnerforge, megatron, megatron-2021, nanotron, prime-rl, simumax, torchtitan"
+        "engine 'megatorn' is unknown; use one of aa-scaling, accelerate, automodel, deepspeed, dtlayout, fsdp1, "
+        "internevo, kempnerforge, megatron, megatron-2021, nanotron, prime-rl, simumax, torchtitan"
     ]
 
 

@@ -17,7 +17,9 @@ from dtlayout.base.interpreter import run_code
 from dtlayout.base.process import is_gone
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, TemplateLimits, load_template
+from dtlayout.data.extent import describe_sources
 from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.samples import SampledSource
 from dtlayout.data.template import scale_limit
 from dtlayout.data.tokens import TokenFile
 
@@ -42,35 +44,78 @@ CONVERSATION = [
 ]
 
 
-def cut(text, spans):
+def cut(text, spans, *_):
     return [text[first:end] for first, end in spans]
 
 
 def test_answers_are_what_the_template_adds_to_the_prompt_for_them():
-    text, spans = ChatTemplate(CHATML, {}).find_answers(CONVERSATION)
+    text, spans, is_answered, num_rewritten = ChatTemplate(CHATML, {}).find_answers(CONVERSATION)
+    assert (is_answered, num_rewritten) == (True, 0)
     assert text.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello <b><|im_end|>\n")
     assert cut(text, spans) == ["hello <b><|im_end|>\n", "ja ß<|im_end|>\n"]
-    assert ChatTemplate(CHATML, {}).find_answers(CONVERSATION[:1])[1] == []
+    assert ChatTemplate(CHATML, {}).find_answers(CONVERSATION[:1])[1:] == ([], False, 0)
 
 
 def test_a_template_that_marks_answers_is_believed():
     template = ChatTemplate(MARKED, {"bos_token": "<s>", "eos_token": "</s>"})
-    text, spans = template.find_answers(CONVERSATION)
+    text, spans, *_ = template.find_answers(CONVERSATION)
     assert text == "<s>U:hi\nA:hello <b></s>U:é?\nA:ja ß</s>"
     assert cut(text, spans) == ["hello <b></s>", "ja ß</s>"]
     assert template.render(CONVERSATION[:1]) == "<s>U:hi\n"
 
 
-def test_answers_that_change_once_messages_follow_are_refused_and_taught_with_all_else(tmp_path, offline):
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL])
+@pytest.mark.parametrize("num_messages", [2, 3, 4])
+def test_of_the_last_answer_alone_nothing_else_is_learnt(template, num_messages):
+    chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
+    messages = CONVERSATION[:num_messages]
+    (last,) = cut(*chat.find_answers(messages, only_last=True))
+    assert ("hello <b>" if num_messages < 4 else "ja ß") in last
+    assert chat.find_answers(CONVERSATION[:1], only_last=True).spans == []
+
+
+def test_answers_that_change_once_messages_follow_are_not_learnt_but_the_last_is_and_how_many_is_said(
+    tmp_path, offline
+):
     template = ChatTemplate(FORGETFUL, {})
     assert cut(*template.find_answers(CONVERSATION[:2])) == ["assistant:thought hello <b>\n"]
-    with pytest.raises(
-        DataError,
-        match=r"does not write message 2 as what its prompt for an answer.*\{% generation %\}, or use data\.loss_on",
-    ):
+    found = template.find_answers(CONVERSATION)
+    assert cut(*found) == ["assistant:thought ja ß\n"]
+    assert (found.text.split("\n")[1], found.is_answered, found.num_rewritten) == ("assistant:hello <b>", True, 1)
+    unanswered = template.find_answers(CONVERSATION[:3])  # the question behind would change the answer too
+    assert unanswered == template.find_answers(CONVERSATION[:2])
+    tokens = prepare(tmp_path, FORGETFUL, [CONVERSATION, CONVERSATION[:3], CONVERSATION])
+    assert tokens.num_rewritten == 2
+    source = SampledSource(tokens, 16, "chats")
+    assert describe_sources([source])[-1] == (
+        "note: 2 answers of chats not learnt: the chat template writes them in another way once messages follow; the "
+        "last answer of each conversation is learnt"
+    )
+    assert prepare(tmp_path, FORGETFUL, [CONVERSATION], loss_on="last").num_rewritten == 0
+    assert prepare(tmp_path, FORGETFUL, [CONVERSATION], loss_on="all").loss_mask is None
+
+
+def test_an_answer_that_does_not_follow_its_prompt_is_refused():
+    template = ChatTemplate(
+        "{% if add_generation_prompt %}ask{% endif %}{% for m in messages %}{{ m }}{% endfor %}", {}
+    )
+    said = r"does not write message 4 as what its prompt for an answer.*\{% generation %\}, or use data\.loss_on"
+    with pytest.raises(DataError, match=said):
         template.find_answers(CONVERSATION)
-    tokens = prepare(tmp_path, FORGETFUL, [CONVERSATION], loss_on="all")
-    assert tokens.loss_mask is None
+
+
+def test_answers_of_one_turn_that_stand_as_they_were_written_are_all_learnt():
+    """A template that drops the thoughts of earlier turns, in a conversation whose last turn calls a tool."""
+    template = (
+        "{% set n = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set n.last = loop.index0 %}"
+        "{% endif %}{% endfor %}{% for m in messages %}[{{ m.role }}]"
+        "{% if m.role == 'assistant' and loop.index0 > n.last"
+        " %}({{ m.thought }}){% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "call"), ("tool", "7"), ("assistant", "d")]
+    messages = [{"role": role, "content": content, "thought": f"t{i}"} for i, (role, content) in enumerate(said)]
+    found = ChatTemplate(template, {}).find_answers(messages)
+    assert (cut(*found), found.num_rewritten) == (["(t3)call", "(t5)d"], 1)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def folder(tmp_path):
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     (mixed / "a.jsonl").write_text('{"text": "x"}\n')
-    (mixed / "b.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (mixed / "b.jsonl.bz2").write_bytes(b"BZh9")
     return tmp_path
 
 
@@ -106,11 +106,14 @@ CASES = {
     "validation on a part of what is trained on": (
         (mix("talks.jsonl", "texts.jsonl"), "--validation.source=FOLDER/t*.jsonl"), "is trained on too: 1 of its 2"
     ),
-    "validation that is too short": (("--validation.source=FOLDER/short.jsonl",), "one sample of seq_len=16 needs 17"),
-    "validation of less than a batch": (
-        ("--validation.source=FOLDER/held.jsonl", "--batch.global_batch=4096", "--layout.micro_batch=4096"),
-        "fewer than batch.global_batch=4096",
+    "a second set of validation that is trained on": (
+        (
+            "--data.source=FOLDER/texts.jsonl",
+            "--validation.sets=[{name='a', source='FOLDER/held.jsonl'}, {name='b', source='FOLDER/texts.jsonl'}]",
+        ),
+        "is trained on too: 1 of its 1",
     ),
+    "validation that is too short": (("--validation.source=FOLDER/short.jsonl",), "one sample of seq_len=16 needs 17"),
     "validation without the field": (("--validation.source=FOLDER/bodies.jsonl",), "there is no field 'text'"),
     "plain validation beside conversations": (
         (*CHATS, "--validation.source=FOLDER/held.jsonl"), "or for plain text in [validation] its text_field"
@@ -138,6 +141,12 @@ FINE = {
     "conversations beside plain text": (
         "--data.source=FOLDER/texts.jsonl", "--validation.source=FOLDER/talks.jsonl",
         "--validation.messages_field=messages", CHATS[2],
+    ),
+    "validation of less than a batch": (
+        "--validation.source=FOLDER/held.jsonl", "--batch.global_batch=4096", "--layout.micro_batch=4096",
+    ),
+    "several sets of validation": (
+        "--validation.sets=[{name='a', source='FOLDER/held.jsonl'}, {name='b', source='FOLDER/texts.jsonl'}]",
     ),
     "a few tokens": ("--data.source=FOLDER/texts.jsonl", "--data.max_tokens=40"),
 }  # fmt: skip

@@ -31,7 +31,7 @@ def read(tmp_path, texts_by_source, *, samples="packed", global_batch=4, weights
 
 def test_steps_are_so_many_epochs(tmp_path):
     (line,) = describe_training(read(tmp_path, [["x" * 159]]), 100)  # 160 tokens with the end
-    assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples"
+    assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples with 144 targets"
 
 
 def test_after_a_resume_with_another_batch_samples_count_that_were_read(tmp_path):
@@ -45,28 +45,35 @@ def test_of_several_sources_each_has_its_epochs(tmp_path):
     samples = read(tmp_path, [["x" * 160], ["y" * 320]], weights=[3.0, 1.0])
     (line,) = describe_training(samples, 10)
     assert line == (
-        f"10 steps read 40 samples: 3 epochs of 10 samples of {tmp_path / '0.jsonl'}, "
-        f"0.5 epochs of 20 samples of {tmp_path / '1.jsonl'}"
+        f"10 steps read 40 samples: 3 epochs of 10 samples with 160 targets of {tmp_path / '0.jsonl'}, "
+        f"0.5 epochs of 20 samples with 320 targets of {tmp_path / '1.jsonl'}"
     )
 
 
-def test_documents_that_are_cut_are_counted(tmp_path):
-    samples = read(tmp_path, [["x" * 30, "y" * 16, "z" * 17, "w"]], samples="padded")
-    note = f"note: 2 documents of {tmp_path / '0.jsonl'} cut: longer than a sample"
-    assert describe_training(samples, 1)[1:] == [note] == describe_held_out(samples, 1)[1:]
+@pytest.mark.parametrize(
+    ("kind", "texts", "said"),
+    [
+        ("padded", ["x" * 30, "y" * 16, "w"], "padded: 29.4% of the samples is padding; 1 of 3 documents cut, 33.3%: "),
+        ("padded", ["x" * 16] * 4, "padded: 0.0% of the samples is padding; no document is cut"),
+        ("best-fit", ["x" * 30, "y" * 16, ""], "best-fit: 2.0% of the samples is padding; 1 of 3 documents cut, "),
+        ("padded", ["x" * 30, *["y"] * 1000], "1 of 1,001 documents cut, less than 0.1%: longer than a sample"),
+    ],
+)
+def test_padding_and_documents_that_are_cut_are_said(tmp_path, kind, texts, said):
+    samples = read(tmp_path, [texts], samples=kind)
+    (line,) = describe_training(samples, 1)[1:]
+    assert line == describe_held_out("", samples, 1)[1]
+    assert line.startswith(f"{tmp_path / '0.jsonl'}, {kind}: ") and said in line
 
 
 @pytest.mark.parametrize(
-    ("num_batches", "said"),
+    ("name", "num_batches", "said"),
     [
-        (8, "validation measures 8 samples of 10; the other 2 do not fill a batch of 4"),
-        (2, "validation measures 8 samples of 10; the other 2 do not fill a batch of 4"),
-        (1, "validation measures 4 samples of 10, 1 batch of 2: validation.batches=1"),
+        ("", 8, "validation measures 10 samples of 10"),
+        ("", 0, "validation measures 10 samples of 10"),
+        ("", 1, "validation measures 4 samples of 10, 1 batch of 3: batches=1"),
+        ("code", 2, "validation code measures 8 samples of 10, 2 batches of 3: batches=2"),
     ],
 )
-def test_what_validation_leaves_out_is_said(tmp_path, num_batches, said):
-    assert describe_held_out(read(tmp_path, [["x" * 160]]), num_batches) == [said]
-
-
-def test_validation_that_measures_all_leaves_nothing_out(tmp_path):
-    assert describe_held_out(read(tmp_path, [["x" * 128]]), 2) == ["validation measures 8 samples of 8"]
+def test_how_much_of_validation_is_measured_is_said(tmp_path, name, num_batches, said):
+    assert describe_held_out(name, read(tmp_path, [["x" * 160]]), num_batches) == [said]

@@ -30,9 +30,7 @@ def serve(monkeypatch):
 
     def replace(documents):
         monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda *_: [])
-        monkeypatch.setattr(
-            dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, documents)
-        )
+        monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, *_: as_corpus(source, documents))
 
     return replace
 
@@ -110,7 +108,12 @@ def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, of
         "max_tokens": 0,
     }
     assert np.fromfile(folder / "documents.bin", "<i8").tolist() == [0, 3, 4, 8]
-    assert sorted(file.name for file in folder.iterdir()) == ["documents.bin", "tokens.bin", "tokens.json"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "documents.bin",
+        "tokens.bin",
+        "tokens.json",
+        "units.json",
+    ]
     assert list(folder.parent.iterdir()) == [folder]
 
 
@@ -175,7 +178,7 @@ def test_whatever_decides_the_ids_decides_the_folder(tmp_path, serve, write_toke
 
 
 def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, ["x"]))
+    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, *_: as_corpus(source, ["x"]))
     corpus = tmp_path / "a.txt"
     folders = set()
     for text, time_s in (("one", 1), ("three", 1), ("three", 2)):
@@ -202,7 +205,7 @@ def slow_rows():
         yield {"text": "x" * 10}
 
 prepare.list_files = lambda *_: []
-prepare.open_corpus = lambda source, files, split: Corpus(source, [], slow_rows())
+prepare.open_corpus = lambda source, *_: Corpus(source, [], slow_rows())
 prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
@@ -256,7 +259,7 @@ def test_after_a_kill_only_what_was_not_whole_is_tokenized_again(tmp_path, serve
     assert child.returncode == -9
     (left,) = (tmp_path / "tokens").iterdir()
     parts = sorted(file.name for file in left.iterdir())
-    assert left.suffix == ".parts" and "000000.npz" in parts
+    assert left.suffix == ".parts" and parts[0].startswith("000000-")
     serve(["never read"] * len(parts) + ["x" * 10] * (5 - len(parts)))
     info, ids = read(prepare("x/y", "bytes", tmp_path / "tokens"))
     assert info["num_tokens"] == ids.size == 55
@@ -289,7 +292,8 @@ def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch
     with pytest.raises(DataError):
         prepare("x/y", "bytes", tmp_path)
     (parts,) = tmp_path.iterdir()
-    (parts / "000001.npz").write_bytes((parts / "000001.npz").read_bytes()[:50])
+    second = sorted(parts.iterdir())[1]
+    second.write_bytes(second.read_bytes()[:50])
     serve(["a", "b", "c"])
     assert read(prepare("x/y", "bytes", tmp_path))[1].tolist() == [97, 256, 98, 256, 99, 256]
 
@@ -301,10 +305,11 @@ def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch
     with pytest.raises(DataError):
         prepare("x/y", "bytes", tmp_path)
     (parts,) = tmp_path.iterdir()
-    content = (parts / "000000.npz").read_bytes()
-    (parts / "000000.npz").write_bytes(content.replace(b"a\0a\0a", b"a\0b\0a", 1))
+    first = min(parts.iterdir())
+    content = first.read_bytes()
+    first.write_bytes(content.replace(b"a\0a\0a", b"a\0b\0a", 1))
     serve(["a" * 100, "b", "c"])
-    with pytest.raises(DataError, match=r"000000\.npz' is damaged .*CRC.*; delete '.*parts'"):
+    with pytest.raises(DataError, match=r"000000-\w+\.npz' is damaged .*CRC.*; delete '.*parts'"):
         prepare("x/y", "bytes", tmp_path)
 
 
@@ -316,14 +321,15 @@ def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch
         ("x", {"messages_field": "text"}, r"row 1 of '.*a\.jsonl': field 'text' holds no list of messages"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path, offline, second, options, said):
+def test_a_row_that_does_not_fit_is_named_and_no_tokens_are_left(tmp_path, offline, second, options, said):
     for name, texts in (("a", ["y"]), ("b", ["x", second])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     template = str(tmp_path / "t.jinja")
     with pytest.raises(DataError, match=said):
         prepare(str(tmp_path / "*.jsonl"), "bytes", tmp_path / "tokens", chat_template=template, **options)
-    assert not list((tmp_path / "tokens").iterdir())
+    assert not list((tmp_path / "tokens").glob("*/tokens.json"))
+    assert len(list((tmp_path / "tokens").iterdir())) == (second is None)  # what was fine before it
 
 
 def test_what_takes_long_says_how_far_it_is(tmp_path, serve, monkeypatch, capsys):

@@ -114,7 +114,7 @@ def test_a_larger_model_vocabulary_is_fine_and_a_smaller_one_is_not(write_tokens
         tokens.check_vocab(256)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_padded": True}])
+@pytest.mark.parametrize("options", [{}, {"samples": "padded"}, {"samples": "best-fit"}])
 def test_an_id_that_no_tokenizer_gave_is_an_error_with_its_place(write_tokens, options):
     ids = [*range(9), 257, 300, *range(9)]
     folder = write_tokens(ids, documents=[8, 6, 6])
@@ -231,8 +231,8 @@ def test_where_documents_end_is_known_whatever_their_last_token_is(write_tokens)
 
 def test_padded_samples_are_documents_cut_or_filled_up(write_tokens):
     folder = write_tokens(range(10, 21), documents=[3, 7, 1])
-    samples = make_samples(folder, 4, 3, is_padded=True)
-    assert (samples.num_samples, samples.sources[0].num_cut) == (3, 1)
+    samples = make_samples(folder, 4, 3, samples="padded")
+    assert (samples.num_samples, samples.sources[0].division.num_cut) == (3, 1)
     tokens, targets, is_last = samples.batch(0, range(3))
     order = tokens[:, 0].argsort()
     assert tokens[order].tolist() == [[10, 11, 12, 256], [13, 14, 15, 16], [20, 256, 256, 256]]
@@ -247,14 +247,22 @@ def test_only_what_the_loss_mask_keeps_is_a_target(write_tokens):
     assert targets.tolist() == [[IGNORED, 2, 3, IGNORED, IGNORED, 6, IGNORED, 8]]
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize(("kind", "num_samples"), [("packed", 3), ("padded", 4), ("best-fit", 3)])
 @pytest.mark.parametrize("loss_mask", [(), (1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0), (0,) * 11])
-def test_samples_without_a_target_are_those_that_are_counted(write_tokens, monkeypatch, is_padded, loss_mask):
+def test_targets_and_samples_without_any_are_those_that_are_counted(
+    write_tokens, monkeypatch, kind, num_samples, loss_mask
+):
     monkeypatch.setattr(dtlayout.data.samples, "_SAMPLES_AT_ONCE", 2)
     folder = write_tokens(range(11), documents=[3, 6, 1, 1], loss_mask=loss_mask)
-    samples = make_samples(folder, 3, 3 + is_padded, is_padded=is_padded)
-    _, targets, _ = samples.batch(0, range(3 + is_padded))
-    assert samples.sources[0].count_without_targets() == (targets == IGNORED).all(dim=1).sum()
+    samples = (
+        make_samples(folder, 4, num_samples, samples=kind)
+        if kind == "best-fit"
+        else make_samples(folder, 3, num_samples, samples=kind)
+    )
+    assert samples.num_samples == num_samples
+    _, targets, _ = samples.batch(0, range(num_samples))
+    is_target = targets != IGNORED
+    assert samples.sources[0].targets == (is_target.sum(), (~is_target.any(dim=1)).sum())
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))

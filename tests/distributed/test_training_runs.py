@@ -29,6 +29,7 @@ KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
     "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike", "loss_scale",
     "layout", "fullest_expert", "fullest_expert_block", "expert_imbalance", "router_entropy", "router_square",
+    "validation_losses",
 ]  # fmt: skip
 
 
@@ -78,17 +79,36 @@ def test_validation_is_noted_when_it_is_due_and_summed_up(straight):
 def test_a_run_says_how_much_of_its_data_it_reads(straight):
     log = (straight.config.parent / "log").read_text()
     num_samples = straight.corpus.stat().st_size // 16
-    assert f"6 steps read 48 samples: {48 / num_samples:.3g} epochs of {num_samples} samples\n" in log
+    epochs = f"{48 / num_samples:.3g} epochs of {num_samples} samples with {16 * num_samples:,} targets"
+    assert f"6 steps read 48 samples: {epochs}\n" in log
     held_out = (straight.config.parent / "held_out.txt").stat().st_size // 16
-    assert f"validation measures 24 samples of {held_out}, 3 batches of {held_out // 8}: validation.batches=3\n" in log
+    assert f"validation measures 24 samples of {held_out}, 3 batches of {-(-held_out // 8)}: batches=3\n" in log
 
 
-def test_validation_of_less_than_a_batch_is_refused(straight, tmp_path):
-    log = tmp_path / "log"
-    (tmp_path / "short.txt").write_text("Seventeen bytes, and some more.")
-    overrides = (f"--validation.source={tmp_path / 'short.txt'}", f"--train.run_folder={tmp_path / 'run'}")
-    assert launch(1, straight.config, *overrides, log=log) == 2
-    assert "holds 1 sample of seq_len=16, fewer than batch.global_batch=8; use a longer source" in log.read_text()
+def test_all_of_several_held_out_sets_is_measured_also_before_the_first_step_alike_in_every_layout(tmp_path):
+    """Of one a batch and a half, of the other less than one."""
+    files, log, found = write_tiny(tmp_path, steps=1, num_layers=2), tmp_path / "log", {}
+    for name, num_samples in (("long", 12), ("short", 3)):
+        text = "".join(f"{i} plus {i} is {i + i}. " for i in range(40))
+        (tmp_path / f"{name}.txt").write_text(text[: 16 * num_samples])  # and its end
+    sets = ", ".join(f"{{name='{name}', source='{tmp_path / name}.txt'}}" for name in ("long", "short"))
+    overrides = [files.config, f"--validation.sets=[{sets}]", "--validation.at_start=true", "--validation.batches=0"]
+    in_threes = ("--batch.global_batch=3", "--layout.micro_batch=3")
+    for name, num_ranks, more in (("one", 1, ()), ("pp2", 2, ("--layout.pp=2",)), ("in threes", 1, in_threes)):
+        assert launch(num_ranks, *overrides, *more, f"--train.run_folder={tmp_path / name}", log=log) == 0, (
+            log.read_text()
+        )
+        start, end = read_lines(tmp_path / name)
+        assert (start["step"], start["loss"], end["step"]) == (0, None, 1)
+        found[name] = start["validation_losses"]
+        assert start["validation_loss"] == found[name]["long"] > end["validation_losses"]["long"]
+        summary = read_summary(tmp_path / name)
+        assert summary["validation_sets"]["short"]["last"] == end["validation_losses"]["short"]
+        assert summary["validation"]["best_step"] == 1 and summary["final_loss"] == end["loss"]
+    assert found["pp2"] == pytest.approx(found["one"], rel=1e-6) and found["in threes"] == pytest.approx(found["one"])
+    said = log.read_text()
+    assert "validation long measures 12 samples of 12\nvalidation short measures 3 samples of 3\n" in said
+    assert f"step 0/1  validation loss {found['one']['long']:.4f}  long {found['one']['long']:.4f}  short " in said
 
 
 @pytest.fixture
@@ -290,11 +310,14 @@ def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path)
     template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}", encoding="utf-8")
     mixture = f"[{{source='{sums}', weight=2}}, {{source='{chats}', messages_field='messages'}}]"
     data = (f"--data.mixture={mixture}", f"--data.chat_template={template}")
+    best_fit = ("--data.samples=best-fit", "--data.document_mask=true")
     runs = {
         "alone": (1, ("--data.document_mask=true",)),
         "pp2": (2, ("--data.document_mask=true", "--layout.pp=2")),
         "without": (1, ()),
         "padded": (2, ("--data.samples=padded", "--layout.tp=2")),
+        "best-fit": (1, best_fit),
+        "best-fit, cp2": (2, (*best_fit, "--layout.cp=2")),
     }
     found = {}
     for name, (num_ranks, arguments) in runs.items():
@@ -302,7 +325,10 @@ def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path)
         assert launch(num_ranks, files.config, *data, folder, *arguments, log=log) == 0, log.read_text()
         found[name] = losses(tmp_path / name)
     assert found["pp2"] == pytest.approx(found["alone"], rel=1e-5)
-    for name in ("without", "padded"):
+    assert found["best-fit, cp2"] == pytest.approx(found["best-fit"], rel=1e-5)
+    for source in (sums, chats):
+        assert log.read_text().count(f"{source}, best-fit: ") == 2
+    for name in ("without", "padded", "best-fit"):
         assert abs(found[name][-1] - found["alone"][-1]) > 1e-3
     for name in runs:
         assert found[name][-1] < found[name][0] - 0.5  # it learns

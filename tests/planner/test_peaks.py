@@ -12,9 +12,10 @@ from dtlayout.costmodel.cache_keys import PipelineLayout, StageLayout, StateLayo
 from dtlayout.costmodel.engine import find_engine, known_engines
 from dtlayout.costmodel.engine_rules import find_model_lacks
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, find_scenario_lacks
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Space
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.model_shape import Experts, ModelShape
@@ -25,6 +26,7 @@ FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention
 DEEP = ModelShape(
     name="deep", hidden_size=2048, num_layers=13, num_heads=16, num_kv_heads=8, ffn_size=4096, vocab_size=32_000
 )  # fmt: skip
+ADAPTED = replace(DEEP, adapter=Adapter(rank=8))
 EXPERTS = replace(DEEP, experts=Experts(number=8, per_token=2, ffn_size=512, dense_layers=2))
 
 
@@ -35,8 +37,10 @@ EXPERTS = replace(DEEP, experts=Experts(number=8, per_token=2, ffn_size=512, den
         *((*each, "compute") for each in ((SHAPE, AdamW()), (DEEP, AdamW()), (DEEP, SGD()), (DEEP, Muon()))),
         (EXPERTS, AdamW(), "compute"),
         (DEEP, AdamW(), "fp8-tensorwise"),
+        (ADAPTED, AdamW(), "compute"),
+        (DEEP, AdamW(state_format="int8"), "compute"),
     ],
-    ids=["tiny", "deep", "deep sgd", "deep muon", "experts", "deep fp8"],
+    ids=["tiny", "deep", "deep sgd", "deep muon", "experts", "deep fp8", "adapter", "deep int8"],
 )
 def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model, optimizer, matmuls):
     scenario = Scenario(
@@ -51,6 +55,8 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
         pytest.skip(f"{engine} has no {matmuls}")
     if find_model_lacks(scenario.engine, model):
         pytest.skip(f"{engine} has no experts")
+    if lacks := find_scenario_lacks(scenario):
+        pytest.skip(lacks[0])
     estimator = Estimator(scenario)
     peaks = Peaks(estimator)
     pairs = list(all_layouts(Space(scenario, avoided=FEWER)))

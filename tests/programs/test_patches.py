@@ -19,7 +19,21 @@ from dtlayout.planner.explain import explain
 from dtlayout.programs.script_edits import edit_script
 
 FOLDER = Path(__file__).parent
-FILES = [FOLDER / "megatron" / name for name in ("arrays.sh", "cut.sh", "experts.sh", "fp8.sh", "plain.sh")]
+FILES = [
+    "megatron/arrays.sh", "megatron/experts.sh", "megatron/plain.sh", "torchtitan/llama3_70b.toml",
+    "torchtitan/named.sh", "torchtitan/nodes.slurm", "nanotron/benchmark.yaml", "automodel/pretrain.yaml",
+    "automodel/start.sh", "flagscale/cut.yaml", "nemo/train.sh", "bridge/saved.yaml", "bridge/nodes.sh",
+    "nemo2/start.sh", "deepspeed/on_the_host.json", "accelerate/four_axes.yaml", "axolotl/lora.yml",
+    "llama_factory/lora.yaml", "trl/full.yaml", "trainer/with_accelerate.sh",
+]  # fmt: skip
+"""A file and a command of each program."""
+NOT_SAID = {
+    "deepspeed": ["--model=llama3.1-8b", "--batch.seq_len=2048"],
+    "accelerate": ["--model=llama3.1-8b", "--batch.seq_len=2048", "--batch.global_batch=64"],
+}
+"""Folder of files that say no model → what is said beside them."""
+SAY_GPUS = {"nanotron", "nemo", "bridge", "nemo2", "megatron", "accelerate", "trainer"}
+"""Folders of files that say how many GPUs they start."""
 TITAN = """# on four nodes
 [model]
 name = "llama3"      # Llama 3.1
@@ -38,36 +52,42 @@ mode = "full"
 """
 
 
-def ask(path, **more):
+def ask(path, overrides=(), **more):
     options = argparse.Namespace(
         gpu="h100-80g-sxm", engine="dtlayout", engine_set=[], given=[], world=more.get("world")
     )
-    return TheirFile(find_other(path, options), path, [], options), read_case(path, [], options)
+    return TheirFile(find_other(path, options), path, overrides, options), read_case(path, overrides, options)
 
 
 def count_words(text):
-    return Counter(word for word in re.split(r"[\s=()'\"]+", text) if word)
+    """How often each word stands in a text, with dashes as underscores and without those before it."""
+    words = (word.lower().lstrip("-").replace("-", "_") for word in re.split(r"[\s=()\[\]{},:'\"]+", text))
+    return Counter(word for word in words if word)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_each_change_of_a_script_is_read_back_and_changes_little(path):
-    file, case = ask(path, world=64)
+@pytest.mark.parametrize("name", FILES)
+def test_each_change_of_a_file_is_read_back_and_changes_little(name):
+    path = FOLDER / name
+    folder = name.split("/")[0]
+    file, case = ask(path, NOT_SAID.get(folder, ()), world=None if folder in SAY_GPUS else 64)
     changes = [each.estimate for each in explain(*case).changes]
+    changes = [each for each in changes if file.says_otherwise(case, each.layout, each.kernels)]
     assert changes
     patches = 0
-    for wanted in changes:
+    for wanted in changes[:3]:
         try:
             patch = file.find_patch(case, wanted)  # which has read it back
         except InvalidConfig as error:
-            assert "cannot be changed by these alone" in str(error) or "no option of Megatron-LM" in str(error)
+            assert "cannot be changed by these alone" in str(error)
             continue
         patches += 1
-        allowed = {*patch.changes, *(word for each in patch.changes.values() for word in each or ())}
-        allowed |= {word for each in patch.before.values() for word in each or ()}
+        values = [*patch.changes, *patch.changes.values(), *patch.before.values()]
+        allowed = count_words(" ".join(map(str, values)))
         before, after = count_words(path.read_text()), count_words(patch.text)
         differ = {word for word in ((before - after) + (after - before)) if not word.startswith("$")}
-        assert differ <= {*allowed, "\\"}, differ - allowed
-    assert patches >= len(changes) / 2
+        parts = {part for word in allowed for part in word.split(".")}
+        assert differ <= {*allowed, *parts, "\\", "null", "activation_checkpoint", "none", "full"}, differ - {*allowed}
+    assert patches >= 0.6 * len(changes[:3])
 
 
 def test_a_variable_is_changed_where_it_is_set_unless_others_count_on_it():
@@ -78,7 +98,7 @@ def test_a_variable_is_changed_where_it_is_set_unless_others_count_on_it():
     layout = case.layout.__class__(**{**vars(case.layout), "tp": 4, "dp_shard": 4})
     patch = file.find_patch(case, estimate(case.scenario, layout, case.kernels))
     assert "TP=${TP:-8}" in patch.text and "--tensor-model-parallel-size 4" in patch.text  # BATCH counts on TP
-    assert list(patch.describe(is_script=True)) == ["--tensor-model-parallel-size 4 (was 8)"]
+    assert list(patch.describe(has_flags=True)) == ["--tensor-model-parallel-size 4 (was 8)"]
 
 
 def test_a_toml_file_is_changed_with_what_it_left_to_defaults(tmp_path):

@@ -276,7 +276,7 @@ def test_fsdp2s_offload_is_said_where_the_program_has_it():
 
 
 GAPS = [
-    ("megatron", {"layout": LAYOUTS["tp"]}, "layout.recompute=every-2"),
+    ("megatron", {"layout": replace(LAYOUTS["tp"], recompute="every-3")}, "layout.recompute=every-3"),
     ("megatron", {"matmuls": "fp8-rowwise"}, "precision.matmuls=fp8-rowwise is nothing that it has"),
     ("megatron", {"kernels": Kernels(attention="sdpa-efficient")}, "kernels.attention=sdpa-efficient is nothing"),
     ("megatron", {"kernels": Kernels(attention="sdpa-cudnn", swiglu="liger")}, "kernels.swiglu=liger is no option"),

@@ -221,7 +221,7 @@ def test_defaults_are_those_of_the_program():
 
 
 @pytest.mark.parametrize(
-    ("number", "recompute"), [(1, "every-8"), (4, "every-2"), (6, "every-2"), (7, "full"), (8, "full")]
+    ("number", "recompute"), [(1, "every-8"), (4, "every-2"), (6, "3-of-4"), (7, "7-of-8"), (8, "full")]
 )
 def test_recomputed_blocks_of_a_stage_become_every_nth_or_all(number, recompute):
     found = change(
@@ -370,3 +370,29 @@ def test_read_shows_each_option_and_writes_our_config(tmp_path, capsys):
 
 def test_our_own_configs_are_none_of_megatrons():
     assert read_program(Path(__file__).parents[2] / "configs" / "debug.toml", {}) is None
+
+
+def test_what_contradicts_itself_or_shards_nothing_is_said(tmp_path, capsys):
+    script = tmp_path / "one.sh"
+    text = (FOLDER / "arguments.txt").read_text().replace("--micro-batch-size=2", "--micro-batch-size=3")
+    script.write_text(text.replace("\n", " ") + " --use-distributed-optimizer")
+    assert main(["read", str(script), "--world", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "contradicts itself: global_batch=64 is not a multiple of dp * micro_batch = 1 * 3 = 3" in said
+    assert "no effect: one rank has each copy: there is nothing to share" in said
+    assert main(["read", str(FOLDER / "arrays.sh"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["contradictions"] == []
+    assert main(["read", str(script)]) == 0
+    assert "contradicts" not in capsys.readouterr().out  # nobody says how many GPUs there are
+
+
+def test_our_trainer_rehearses_the_job_of_a_script(tmp_path, capsys):
+    script = tmp_path / "small.txt"
+    script.write_text(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --bf16 --vocab-size 256 "
+        "--seq-length 64 --global-batch-size 4 --swiglu --tensor-model-parallel-size 2 --sequence-parallel "
+        "--use-distributed-optimizer --untie-embeddings-and-output-weights"
+    )
+    assert main(["dryrun", str(script), "--gpu", "h100-80g-sxm", "--world", "4", "--ranks", "0"]) == 0
+    said = capsys.readouterr()
+    assert "is a job of Megatron-LM; our own trainer takes it" in said.err and "dp2·tp2+sp" in said.out

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.refusals import describe
 from dtlayout.costmodel.engine import find_engine, known_engines
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
@@ -19,7 +20,15 @@ from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.newton_schulz import SCALES, iteration_flops, plan_buckets
-from dtlayout.spec.optimizers import SGD, AdamW, Muon, Optimizer, find_optimizer, register_optimizer
+from dtlayout.spec.optimizers import (
+    SGD,
+    AdamW,
+    Muon,
+    Optimizer,
+    check_state_format,
+    find_optimizer,
+    register_optimizer,
+)
 from dtlayout.spec.precision import Precision
 from dtlayout.spec.roles import ROLES
 
@@ -32,6 +41,8 @@ from dtlayout.spec.roles import ROLES
         (SGD(momentum=0.0), 0, 12),
         (SGD(weight_decay=0.1), 4, 44),
         (AdamW(state_format="bfloat16"), 4, 20),
+        (AdamW(state_format="float32"), 8, 28),
+        (AdamW(state_format="int8"), 2 + 8 / 256, 12 + 4 + 16 / 256),
         (SGD(state_format="bfloat16"), 2, 22),
         (SGD(state_format="bfloat16", momentum=0.0), 0, 12),
         (Muon(), 4, 56),
@@ -43,6 +54,8 @@ from dtlayout.spec.roles import ROLES
         "no momentum",
         "sgd that decays",
         "adamw in bf16",
+        "adamw in fp32",
+        "adamw in int8",
         "sgd in bf16",
         "no momentum in bf16",
         "muon",
@@ -100,6 +113,18 @@ def test_a_format_of_state_that_is_unknown_or_in_which_it_never_falls_is_refused
     with pytest.raises(InvalidConfig, match=r"optimizer\.momentum=0\.999 takes"):
         SGD(state_format="bfloat16", momentum=0.999)
     AdamW(beta2=0.999), AdamW(state_format="bfloat16", beta2=0.996), SGD(state_format="bfloat16", momentum=1.0)
+
+
+def test_moments_in_int8_are_predicted_beside_those_of_the_embedding_in_fp32_and_not_trained():
+    coarse = AdamW(state_format="int8", beta2=0.999)
+    taken = {role: coarse.of_role(role).state_bytes(2) for role in ROLES}
+    assert taken == {role: 8 if role == "embedding" else 2 + 8 / 256 for role in ROLES}
+    assert [each.state_format for each in coarse.parts] == ["int8", "float32"]
+    assert AdamW().parts == (AdamW(),) and AdamW().of_role("embedding") == AdamW()
+    assert describe(check_state_format(Muon(rest=coarse))) == [
+        "optimizer.state_format=int8 can be predicted, not trained; use state_format=bfloat16, or leave it out"
+    ]
+    assert not check_state_format(AdamW(state_format="bfloat16", beta2=0.9)) and not check_state_format(SGD())
 
 
 def test_muon_takes_matrices_and_stacks_and_is_refused_where_the_device_has_no_state():

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from launching import read_lines
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
 from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, read_manifest
+from dtlayout.config.loading import load_config
 from dtlayout.data import samples
 from dtlayout.data.samples import Seen
 from dtlayout.spec.batch import Batch
@@ -55,6 +57,26 @@ def test_batches_of_other_sizes_there_and_back_read_each_sample_once(files, read
     assert said.count("the next batch begins after the 16 samples that were seen") == 1
     assert said.count("global_batch was 4 when this was saved and is 16: the next batch begins after the 28 samp") == 1
     assert "another order" not in said and "does not count" not in said
+
+
+def test_epochs_are_whole_passes_also_after_a_resume_with_another_batch(files, read, capsys):
+    ten_samples = (str(files.config), "--data.max_tokens=161", "--optimizer.warmup_steps=2")
+    assert launch.main([*ten_samples, "--train.epochs=0.1"]) == 2
+    assert "optimizer.warmup_steps=2 is more than train.steps=1, so that" in capsys.readouterr().err
+    dist.destroy_process_group()  # that a refused run leaves to the end of its process
+    assert launch.main([*ten_samples, "--train.epochs=2"]) == 0
+    assert "3 steps read 24 samples: 2.4 epochs of 10 samples with 160 targets" in capsys.readouterr().out
+    assert launch.main([*ten_samples, "--train.epochs=3", "--batch.global_batch=4"]) == 0
+    assert "5 steps read 32 samples: 3.2 epochs of 10 samples with 160 targets" in capsys.readouterr().out
+    assert read == list(range(24 + 8))
+    assert [line["step"] for line in read_lines(files.run)] == [1, 2, 3, 4, 5]
+    assert load_config(files.run / "config.toml").train.steps == 5
+    assert launch.main([*ten_samples, "--train.epochs=3", "--batch.global_batch=4"]) == 0
+    assert "has done its 5 steps; raise train.epochs (and" in capsys.readouterr().out
+    (files.run / "summary.json").unlink()
+    assert launch.main([*ten_samples, "--train.epochs=3", "--batch.global_batch=4"]) == 2
+    assert "has done 5 steps, which are the 5 steps of train.epochs=3 or more; raise" in capsys.readouterr().err
+    dist.destroy_process_group()
 
 
 def test_samples_of_a_bad_step_are_those_that_it_had(files, tmp_path):

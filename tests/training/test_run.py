@@ -224,7 +224,7 @@ def play(
     """The loop of a run of three steps with its observers, all of whose parts take seconds of their own."""
     clock = Clock()
     config = SimpleNamespace(
-        validation=SimpleNamespace(every=validated),
+        validation=SimpleNamespace(every=validated, at_start=False), count_held_out_batches=lambda _: 1,
         train=SimpleNamespace(steps=3, on_nonfinite="skip" if skips else "stop"),
         metrics=SimpleNamespace(memory_every=9, memory=False, timeline=False),
         checkpoint=SimpleNamespace(every=every, save=bool(every)), optimizer=None, model=None,
@@ -238,7 +238,7 @@ def play(
 
     def validate(observer):
         clock.work("validate", VALIDATE_S)
-        return None if stops_in_validation else 1.0
+        return None if stops_in_validation else {"": 1.0}
 
     monkeypatch.setattr(ValidationObserver, "_measure", validate)
     monkeypatch.setattr("dtlayout.training.observers.saves.save", save)
@@ -252,7 +252,7 @@ def play(
     kernels = Kernels(compile="none" if has_peaks else "blocks")
     inputs = SimpleNamespace(
         config=config, layout=Layout(), device=Device("cpu"), chosen=SimpleNamespace(kernels=kernels),
-        held_out=object() if validated else None,
+        held_out={"": SimpleNamespace(num_batches=1)} if validated else {},
     )  # fmt: skip
     steps = range(1, 4)
     observers = order.make_observers(inputs, trainer, checkpoints, records, FolderObserver(None), steps)

@@ -179,10 +179,11 @@ class _Stage:
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
         if self.sharding.on_host:
-            return IDLE
+            return changes((_P, sum(n * self.sharding.frozen_bytes(unit) for unit, n in self.counts.items())))
         masters = sum(n * self.sharding.shard_bytes(unit) for unit, n in self.counts.items())
         kept = sum(n * self.sharding.optimizer_bytes(unit) for unit, n in self.counts.items())
-        return changes((_P, masters), (MemoryKind.OPTIMIZER, kept))
+        buckets = sum(n * self.sharding.all_gradients(unit) for unit, n in self.counts.items())
+        return changes((_P, masters), (MemoryKind.OPTIMIZER, kept), (_B, buckets))
 
     def last_reduced(self, reduced: Reduced) -> Unit | None:
         """The unit whose buffer a backward of this stage has left, [Note: a unit's reduction]."""

@@ -15,8 +15,9 @@ Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last 
 replicas; where masters have another format, what was summed stays beside the gradients until that is over. Where an
 engine sums the embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
 Frozen weights lie in the compute format and are gathered, without a cast, and that is all; a unit of frozen weights
-alone is not reduced. A weight that is gathered in fp8 is cast first, each for itself: by way of fp32, out of what the
-compute format has of the shard (plans/cast_gather.py).
+alone is not reduced. What lies whole on a rank and needs no cast is not copied by an engine that `computes_in_place`;
+frozen weights lie so below ZeRO-3 where it does not `shards_frozen`. A weight that is gathered in fp8 is cast first,
+each for itself: by way of fp32, out of what the compute format has of the shard (plans/cast_gather.py).
 """
 
 import functools
@@ -27,8 +28,14 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2.blocks import WeightGradients
-from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
-from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, gathers_weights_cast
+from dtlayout.costmodel.fsdp2.phase import IDLE, MemoryKind, Phase, changes, sequence
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    count_expert_shards,
+    count_state_shards,
+    gathers_weights_cast,
+    leaves_frozen_whole,
+)
 from dtlayout.models.families import describe
 from dtlayout.models.weight import Weight
 from dtlayout.spec.base_format import BASE_FORMATS, SCALE
@@ -121,6 +128,9 @@ class Unit:
         return _count_shard(self, shards, is_of_experts=False) + _count_shard(self, expert_shards, is_of_experts=True)
 
 
+_NOTHING = Unit({})
+
+
 @lru_cache(maxsize=1024)
 def _count_shard(unit: Unit, shards: int, *, is_of_experts: bool) -> int:
     own = (shape for name, shape in unit.weights.items() if (name in unit.of_experts) == is_of_experts)
@@ -208,8 +218,18 @@ class UnitBytes:
         self.copies_masters = layout.offloads_state and not scenario.is_on_host
         """Whether masters are copied to the device to be gathered; a CPU has them there."""
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
-        self.sums_late = layout.zero == 1 or (self.is_hybrid and layout.splits_backward)
+        features = scenario.engine.features
+        self.adds_up_whole = features.adds_up_whole and layout.zero > 1
+        """Whether gradients are whole until the last backward although the stage of ZeRO shards them."""
+        self.sums_late = layout.zero == 1 or self.adds_up_whole or (self.is_hybrid and layout.splits_backward)
         """Whether gradients are whole until the last backward."""
+        self.in_place = features.computes_in_place and not self.copies_masters
+        """Whether a rank with all of the state computes with what needs no cast where it lies."""
+        self.frozen_whole = leaves_frozen_whole(scenario, layout)
+        """Whether each rank has all frozen weights, which are then not gathered."""
+        self.bucket_bytes = features.bucket_bytes if self.is_hybrid else 0
+        """Bytes a parameter of buffers that hold all gradients, where several ranks have the whole state."""
+        self._moved = cache(self._find_moved)
         self.is_on_cpu = scenario.cluster.gpu.device_type == "cpu"
         """True on a CPU, where gloo reduces: it copies its input."""
         self.finish_backward = cache(self._finish_backward)
@@ -225,11 +245,30 @@ class UnitBytes:
 
     def shard_bytes(self, unit: Unit) -> int:
         """Bytes of a unit's shard, the largest: masters of trained weights, and frozen ones as they are stored."""
+        if self.frozen_whole:
+            return sum(n * stored for n, stored, _ in self._list_shards(unit.trained)) + self.frozen_bytes(unit)
         return sum(n * stored for n, stored, _ in self._list_shards(unit))
 
-    def optimizer_bytes(self, unit: Unit) -> int:
+    def frozen_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's frozen weights that a rank has whole, where it has them so."""
+        if not self.frozen_whole:
+            return 0
+        whole = {name: prod(shape) for name, shape in unit.weights.items() if name not in unit.roles}
+        return sum(n * (1 if name in unit.codes else self.compute) for name, n in whole.items())
+
+    def all_gradients(self, unit: Unit) -> int:
+        """Bytes of buffers for all gradients of a unit, where the whole state lies on several ranks."""
+        return self.bucket_bytes * unit.trained.count() if self.ranks(unit) == 1 else 0
+
+    def _find_moved(self, unit: Unit) -> Unit:
+        """The weights of a unit that are copied to be computed with: all, those that are trained, or none."""
+        if self.in_place and self.ranks(unit) == 1:
+            return unit.trained if self.params != self.compute else _NOTHING
+        return unit.trained if self.frozen_whole else unit
+
+    def optimizer_bytes(self, unit: Unit) -> float:
         """Bytes that the optimizer keeps of a unit's shard, by the role of each weight."""
-        total = 0
+        total: float = 0
         for role, n in zip(unit.trained.roles.values(), self._shard_sizes(unit.trained), strict=True):
             optimizer = self.optimizer.of_role(role)
             total += optimizer.state_bytes(self.params) * n + optimizer.step_bytes
@@ -241,7 +280,8 @@ class UnitBytes:
         return everywhere + self.expert_shards * _count_shard(unit, self.expert_shards, is_of_experts=True)
 
     def gathered(self, unit: Unit) -> int:
-        """Bytes of a unit's parameters to compute with."""
+        """Bytes of a unit's parameters to compute with, but for those that lie where they are."""
+        unit = self._moved(unit)
         whole = self.compute * self.padded(unit)
         if unit.codes or unit.scaled:
             spared = [self.shards * n * (self.compute - used) for n, _, used in self._list_shards(unit)]
@@ -256,6 +296,7 @@ class UnitBytes:
         """Shards of trained weights are cast, and all ranks' shards come into the buffer; one rank needs none."""
         if unit is None or self.ranks(unit) == 1:
             return []
+        unit = self._moved(unit)
         flat: float = self.compute * self.shard(unit if self.copies_masters else unit.trained)
         cast: list[tuple[MemoryKind, float]] = [(_B, flat)]
         if self.copies_masters:
@@ -271,6 +312,7 @@ class UnitBytes:
         """A unit's parameters, out of its buffer or, on one rank, each out of its master when the next one comes."""
         if self.ranks(unit) > 1 or (unit.of_experts and self.expert_shards > 1):  # of which other ranks have shards
             return [(_P, self.gathered(unit))]
+        unit = self._moved(unit)
         steps: list[tuple[MemoryKind, float]] = []
         last = 0.0  # what was fetched of the weight before, until the next one is there
         for n, stored, used in self._list_shards(unit):
@@ -362,7 +404,8 @@ class UnitBytes:
         """Gathered parameters go and gradients are reduced; `is_late` where a backward is split and this is the end of
         its second part, after `put_off` and `add_up`."""
         if self.sums_late and not is_last:
-            return self.add_up(unit, is_first=is_first)
+            gone = self.drop(unit) if self.adds_up_whole and self.zero == 3 and not is_late else IDLE
+            return sequence((gone, self.add_up(unit, is_first=is_first)))
         drops = (_P, -self.gathered(unit) if (is_last and self.zero < 3) or (self.zero == 3 and not is_late) else 0)
         trained = unit.trained
         if not trained.weights:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dtlayout.config.config import Config
+from dtlayout.data.samples import Samples
 from dtlayout.spec.layout import Layout
 from dtlayout.training.checkpoints import Checkpoints
 from dtlayout.training.memory import MemoryMeter
@@ -21,7 +22,7 @@ from dtlayout.training.observers.nonfinite import NonFiniteObserver
 from dtlayout.training.observers.saves import SaveObserver
 from dtlayout.training.observers.spikes import SpikeObserver
 from dtlayout.training.observers.timeline import TimelineObserver
-from dtlayout.training.observers.validation import ValidationObserver
+from dtlayout.training.observers.validation import HeldOut, ValidationObserver
 from dtlayout.training.records import Records
 from dtlayout.training.start import RunInputs
 from dtlayout.training.timeline import TimelineRecorder
@@ -65,9 +66,10 @@ def make_observers(
     has_peaks = device.type == "cuda" or kernels.compile == "none"
     memory = MemoryObserver(meter, records, inputs.layout, group, steps, config.metrics, has_peaks=has_peaks)
     validation: list[Observer] = []
-    if inputs.held_out is not None:
-        held_out = replace(trainer.batches, samples=inputs.held_out)
-        validation.append(ValidationObserver(trainer, held_out, config.validation))
+    if inputs.held_out:
+        held_out = {name: _hold_out(name, samples, config, trainer) for name, samples in inputs.held_out.items()}
+        note_start = records.note_start if config.validation.at_start and steps.start == 1 else None
+        validation.append(ValidationObserver(trainer, held_out, config.validation, note_start))
     timeline: list[Observer] = []
     if config.metrics.timeline:
         recorder = TimelineRecorder(device.type, inputs.layout, config.train.timeout_s + SPARE_S)
@@ -87,6 +89,12 @@ def make_observers(
         SaveObserver(trainer, checkpoints, records),
         *_make_registered(trainer, records, steps),
     ]
+
+
+def _hold_out(name: str, samples: Samples, config: Config, trainer: Trainer) -> HeldOut:
+    most = config.count_held_out_batches(name)
+    num_batches = min(most, samples.num_batches) if most else samples.num_batches
+    return HeldOut(replace(trainer.batches, samples=samples), num_batches)
 
 
 def _make_registered(trainer: Trainer, records: Records, steps: range) -> Iterator[Observer]:

@@ -1,0 +1,154 @@
+"""New rows of embedding and head: for tokens that a tokenizer has more, and rows that are no tokens, for tp."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import SIZES
+from launching import launch, losses
+from real_folders import save_words
+from safetensors.torch import load_file
+from tiny import write_tiny
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dtlayout.checkpoint.manifest import find_checkpoint
+from dtlayout.checkpoint.sharded import read_model
+from dtlayout.config.loading import load_config
+from dtlayout.models.llama import Llama
+from dtlayout.models.presets import PRESETS
+from dtlayout.spec.batch import IGNORED
+from dtlayout.spec.kernels import Kernels
+from dtlayout.training.generate import Sampling, generate, open_model
+
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def save_llama(folder: Path, vocab_size: int, **more) -> Path:
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": vocab_size, "num_hidden_layers": 2}, **more)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Trains from a folder, in float32 on a text of numbers; the run folder. `beside` overrides the config."""
+    files, log = write_tiny(tmp_path, steps=3), tmp_path / "log"
+    text = files.config.read_text()
+    files.config.write_text(text[text.index("[batch]") :])
+
+    def train(name: str, num_ranks: int, folder: Path, *beside: str) -> Path:
+        place = tmp_path / name
+        options = (f"--train.init_from={folder}", f"--train.run_folder={place}", "--checkpoint.export=true", *beside)
+        assert launch(num_ranks, files.config, *options, log=log) == 0, log.read_text()
+        return place
+
+    train.config, train.log = files.config, log
+    return train
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_odd_vocabulary_trains_at_tp2_as_alone_and_comes_out_with_its_own_rows(run, tmp_path, tied):
+    folder = save_llama(tmp_path / "odd", 261, tie_word_embeddings=tied)
+    alone, split = run("alone", 1, folder), run("split", 2, folder, "--layout.tp=2")
+    assert losses(split) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(alone)[-1] < losses(alone)[0]
+    said = run.log.read_text()
+    assert said.count("1 of 262 rows of embedding and head are no tokens, so that tp divides them; exports are") == 1
+    assert said.count("note: 1 row of embedding and head cut, which were no tokens\nexported ") == 1
+    shape = read_model(find_checkpoint(split))
+    assert (shape.vocab_size, shape.unused_rows) == (262, 1)
+    mine, theirs = read(split / "hf"), read(alone / "hf")
+    for name, weight in theirs.items():
+        torch.testing.assert_close(mine[name], weight, rtol=1e-4, atol=1e-5)
+        assert name not in ENDS or weight.shape[0] == 261
+    assert json.loads((split / "hf" / "config.json").read_text())["vocab_size"] == 261
+    tokens = torch.arange(20)[None] * 7 % 257
+    model = open_model(split, 24, "float32", "cpu")
+    with torch.no_grad():
+        ours = model(tokens)
+        expected = AutoModelForCausalLM.from_pretrained(split / "hf", dtype=torch.float32)(tokens).logits
+    assert (ours[..., 261:] == -torch.inf).all()
+    torch.testing.assert_close(ours[..., :261], expected, rtol=1e-4, atol=1e-4)
+    drawn = list(generate(model, [5], 20, Sampling(temperature=100, top_p=1).make()))
+    assert len(drawn) == 20 and max(drawn) < 261
+
+
+@pytest.mark.parametrize("new_rows", ["mean", "normal"])
+def test_tokens_that_were_added_to_the_tokenizer_have_rows_and_a_resume_keeps_them(run, tmp_path, new_rows):
+    folder = save_words(tmp_path / "words", ["</s>"])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    num_before = tokenizer.get_vocab_size()
+    save_llama(folder, num_before)
+    before = read(folder)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["whole", "new", *(["odd"] * ((num_before + 4) % 2 == 0))])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    num_ids = tokenizer.get_vocab_size()
+    assert num_ids % 2 == 1
+    still = ("--optimizer.lr=1e-30", f"--train.new_rows={new_rows}")
+    place = run("new", 2, folder, "--layout.tp=2", "--train.steps=1", *still)
+    how = "the mean of the others" if new_rows == "mean" else "drawn as first weights are"
+    said = f"{folder} has {num_before} rows of embedding and head: {num_ids - num_before} for more tokens are {how}\n"
+    assert said in run.log.read_text()
+    after = read(place / "hf")
+    for name in ENDS:
+        assert torch.equal(after[name][:num_before], before[name]) and after[name].shape[0] == num_ids
+        added = after[name][num_before:]
+        if new_rows == "mean":
+            torch.testing.assert_close(added, before[name].mean(0).expand_as(added))
+        else:
+            assert 0.01 < added.std() < 0.04 and not torch.equal(added[0], added[1])
+    exported = AutoModelForCausalLM.from_pretrained(place / "hf")
+    assert exported.get_input_embeddings().weight.shape[0] == num_ids == exported.config.vocab_size
+    run("new", 1, folder, "--layout.tp=1", "--train.steps=2", *still)
+    assert (shape := read_model(find_checkpoint(place))).vocab_size == num_ids + 1 and shape.unused_rows == 1
+    assert read(place / "hf")[ENDS[0]].shape[0] == num_ids
+
+
+def test_rows_are_decided_by_tokenizer_and_tp_and_not_where_the_config_says_them(run, tmp_path):
+    folder = save_llama(tmp_path / "odd", 261)
+
+    def sizes(*overrides: str) -> tuple[int, int]:
+        model = load_config(run.config, [f"--train.init_from={folder}", *overrides]).model
+        return model.vocab_size, model.unused_rows
+
+    assert sizes() == sizes("--layout.tp=3") == (261, 0)
+    assert sizes("--layout.tp=2") == (262, 1)
+    assert sizes("--layout.tp=4") == (264, 3)
+    assert sizes(f"--model.name={folder}", "--model.vocab_size=300", "--layout.tp=4") == (300, 0)
+    assert sizes("--adapter.rank=2", "--layout.tp=2") == (261, 0)
+    small = save_llama(tmp_path / "small", 200)
+    assert sizes(f"--train.init_from={small}", "--layout.tp=2") == (200, 0)  # no tokenizer is named
+    assert sizes(f"--train.init_from={small}", "--data.tokenizer=bytes", "--layout.tp=2") == (258, 1)
+
+
+@pytest.mark.parametrize("loss", ["eager", "chunked", "linear"])
+def test_unused_rows_take_no_part_in_the_loss(loss):
+    from dataclasses import replace
+
+    shape = replace(PRESETS["debug"], vocab_size=31, num_layers=1, unused_rows=4)
+    torch.manual_seed(0)
+    model, cut = (Llama(each, Kernels(loss=loss, attention="sdpa-math"), 8) for each in (shape, shape.without_unused))
+    with torch.no_grad():
+        for (name, weight), whole in zip(cut.named_parameters(), model.parameters(), strict=True):
+            torch.nn.init.normal_(whole, std=0.3)
+            weight.copy_(whole[:27] if name in ENDS else whole)
+    tokens = torch.randint(27, (2, 8))
+    targets = tokens.roll(1).masked_fill(tokens % 3 == 0, IGNORED)
+    found = [each(tokens, targets=targets, num_targets=5.0) for each in (model, cut)]
+    assert found[0] == found[1]
+    for each in found:
+        each.backward()
+    for (name, weight), whole in zip(cut.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(whole.grad[:27] if name in ENDS else whole.grad, weight.grad)
+        assert name not in ENDS or not whole.grad[27:].any()
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[..., :27], cut(tokens)) and (model(tokens)[..., 27:] == -torch.inf).all()

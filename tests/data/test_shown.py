@@ -1,0 +1,67 @@
+"""A sample as text: what is learnt stands between marks, and documents stand apart."""
+
+import json
+
+import pytest
+from tiny import write_tiny
+
+from dtlayout.cli import main
+
+TALKS = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!é"}] for i in range(40)]
+
+
+@pytest.fixture
+def show(tmp_path, offline, capsys):
+    """Runs `dtlayout data show` on conversations with these options; its answer, or its lines on stderr."""
+    files = write_tiny(tmp_path)
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in TALKS))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    talks = (f"--data.source={tmp_path / 'talks.jsonl'}", f"--data.chat_template={tmp_path / 't.jinja'}")
+
+    def run(*options, exit_code=0, config=files.config, keys=(*talks, "--data.messages_field=messages")):
+        assert main(["data", "show", str(config), *keys, *options]) == exit_code
+        said = capsys.readouterr()
+        return said.err if exit_code else said.out
+
+    return run
+
+
+def test_targets_of_a_conversation_stand_between_marks_and_documents_apart(show):
+    for kind in ("padded", "best-fit"):
+        lines = show(f"--data.samples={kind}", "--sample", "3").splitlines()
+        assert lines[0].startswith("sample 3 of a run is sample ") and lines[0].count("«»") == 1
+        assert lines[1] == "--- document 0"
+        question, answer = lines[2].split("«")
+        assert answer == f"[{question[1:-2]}!é]<end>»"
+        document = json.loads(show(f"--data.samples={kind}", "--sample", "3", "--json"))
+        assert document["num_targets"] == len(f"{answer[:-6]}é") + 1
+        assert document["num_tokens"] + document["num_padding"] == 17
+
+
+def test_all_of_a_text_is_learnt_but_its_first_token(show):
+    head, _, text = show(keys=()).splitlines()
+    assert head.endswith("17 tokens, 16 targets in «»") and text[1] == "«" and text[-1] == "»" and text.count("«") == 1
+
+
+def test_documents_of_a_packed_sample_stand_apart_with_the_last_cut(show):
+    document = json.loads(show("--sample", "2", "--json"))
+    assert len(document["documents"]) >= 2 and document["num_padding"] == 0
+    assert all(parts[-1]["text"].endswith("<end>") for parts in document["documents"][:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--sample", "-1"), "--sample=-1 must not be negative"),
+        (("--first", "2"), "--first is for noted samples, which "),
+    ],
+)
+def test_options_that_do_not_belong_to_a_config_are_refused(show, options, said):
+    assert said in show(*options, exit_code=2)
+
+
+def test_what_belongs_to_a_config_is_refused_of_noted_samples(show, tmp_path):
+    noted = tmp_path / "nonfinite-step-00000001.json"
+    said = show("--data.samples=padded", exit_code=2, config=noted, keys=())
+    assert "--data.samples=padded is for a config, which " in said
+    assert "--sample is for a config, which " in show("--sample", "1", exit_code=2, config=noted, keys=())
