@@ -36,6 +36,9 @@ _SAME: Mapping[str, str] = {
     "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
     "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend", "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank", "qk_head_dim": "--qk-head-dim", "v_head_dim": "--v-head-dim",
+    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
 }  # fmt: skip
 """Field → option with the same word."""
 _FLAGS: Mapping[str, str] = {
@@ -44,6 +47,7 @@ _FLAGS: Mapping[str, str] = {
     "rope_scaling": "--use-rope-scaling",
     "moe_enable_deepep": "--moe-enable-deepep", "moe_router_pre_softmax": "--moe-router-pre-softmax",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "multi_latent_attention": "--multi-latent-attention",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
@@ -95,7 +99,7 @@ OTHERWISE = (
 """Fields that change a little of time or memory, which is predicted as if they were not there."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys((
-        "multi_latent_attention", "cpu_offloading", "fine_grained_activation_offloading", "is_hybrid_model",
+        "cpu_offloading", "fine_grained_activation_offloading", "is_hybrid_model",
         "moe_token_dropping", "moe_pad_expert_input_to_capacity", "moe_shared_expert_gate", "moe_layer_recompute",
         "fp8_dot_product_attention",
         "fp8_multi_head_attention", "hybrid_context_parallel", "apply_residual_connection_post_layernorm",
@@ -110,7 +114,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
         "experimental_attention_variant", "linear_attention_freq", "no_rope_freq", "offload_modules",
         "max_seqlen_per_dp_cp_rank", "moe_router_topk_limited_devices",
     ), (None, 0, [])),
-    "softmax_type": ("vanilla",), "moe_flex_dispatcher_backend": ("deepep",),
+    "softmax_type": ("vanilla",),
 }  # fmt: skip
 """Field → values that leave everything as it is predicted; others are refused."""
 

@@ -113,8 +113,19 @@ def read_engine(reader: MegatronOptions) -> None:
     if reader.has("--no-overlap-p2p-communication"):
         found.told["overlap_pp"] = "false"
         reader.note_row("engine overlap_pp=false", "--no-overlap-p2p-communication")
-    if reader.has("--grad-reduce-in-bf16"):
-        reader.note("precision", {"reduce": "bfloat16"}, "--grad-reduce-in-bf16")
+    comm, sends_bf16 = "--megatron-fsdp-grad-comm-dtype", reader.has("--grad-reduce-in-bf16")
+    if sends_bf16 or (reader.has(comm) and reader.options[comm] == ["bf16"]):
+        reader.note("precision", {"reduce": "bfloat16"}, "--grad-reduce-in-bf16" if sends_bf16 else comm)
+    _read_graphs(reader)
+
+
+def _read_graphs(reader: MegatronOptions) -> None:
+    found, older = reader.found, {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
+    for name, word in older.items():
+        if reader.has(name):
+            graphs = "full" if word == "local" else "attention"
+            found.told["cuda_graphs"] = graphs
+            reader.note_row(f"engine cuda_graphs={graphs}", name)
     impl, scope_option = reader.value("--cuda-graph-impl", string), "--cuda-graph-scope"
     scope = next(iter(reader.options[scope_option]), None) if reader.has(scope_option) else None
     if impl and impl != "none":

@@ -49,8 +49,22 @@ def read_layout(reader: MegatronOptions) -> None:
     if dispatcher == "flex" or deep:
         names = ("--moe-token-dispatcher-type", "--moe-enable-deepep")
         reader.note("layout", {"ep_dispatcher": "deepep"}, *names)
+    _read_backend(reader, dispatcher)
     if reader.has("--overlap-moe-expert-parallel-comm"):
         reader.note("layout", {"ep_overlap": True}, "--overlap-moe-expert-parallel-comm")
+
+
+def _read_backend(reader: MegatronOptions, dispatcher: str | None) -> None:
+    """Note the library by which tokens are sent, of a dispatcher that leaves it open."""
+    name = "--moe-flex-dispatcher-backend"
+    backend = reader.value(name, string)
+    if backend and dispatcher != "flex":
+        what = f"without {reader.call('--moe-token-dispatcher-type')} flex"
+        reader.found.ignore(reader.show_all(name) or reader.call(name), what, "no effect")
+    elif backend == "hybridep":
+        reader.found.ignore(reader.show_all(name), "predicted as deepep", "assumed")
+    elif backend and backend != "deepep":
+        reader.found.problems.append(f"{reader.call(name)} {backend} is nothing that is known here; use deepep")
 
 
 def _read_sequence(reader: MegatronOptions, layout: dict[str, Any], tp: int) -> None:

@@ -22,6 +22,13 @@ _EXPERTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "--moe-aux-loss-coeff": ("balance_loss", real),
 }  # fmt: skip
 """Option → key of a mixture of experts, and the function that reads its value."""
+_LATENT: Mapping[str, tuple[str, int]] = {
+    "--q-lora-rank": ("query_rank", 0), "--kv-lora-rank": ("kv_rank", 32),
+    "--qk-pos-emb-head-dim": ("rope_width", 64), "--v-head-dim": ("value_width", 128),
+}  # fmt: skip
+"""Option → key of latent attention, and its default."""
+_HEAD = ("--qk-head-dim", 128)
+"""Option of a latent head's part that is not rotated, and its default."""
 _ONLY_EXPERTS = (
     *_EXPERTS, "--moe-layer-freq", "--moe-router-load-balancing-type", "--moe-token-dispatcher-type",
     "--moe-router-enable-expert-bias", "--moe-router-pre-softmax", "--expert-tensor-parallel-size",
@@ -37,14 +44,18 @@ def read_model(reader: MegatronOptions) -> None:
         reader.put("model", key, name, positive)
     hidden, heads = found.get("model", "hidden_size"), found.get("model", "num_heads")
     if hidden and not found.get("model", "ffn_size"):
-        gated = reader.is_there("--swiglu")
+        gated = reader.is_there("--swiglu")  # not with another gate
         size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         what = reader.call("--ffn-hidden-size")
         reader.assume("model", {"ffn_size": size}, what, "its default, from the hidden size")
-    _read_heads(reader, hidden, heads)
+    if reader.has("--multi-latent-attention"):
+        _read_latent(reader, heads)
+    else:
+        _read_heads(reader, hidden, heads)
     _pad_vocabulary(reader)
-    if reader.has("--swiglu"):
-        reader.note("model", {"gated_ffn": True}, "--swiglu")
+    gates = [name for name in ("--swiglu", "--quick-geglu") if reader.has(name)]
+    if gates:
+        reader.note("model", {"gated_ffn": True}, *gates)
     else:
         note = f"no {reader.call('--swiglu')}: an activation without a gate"
         reader.note_absent("model", {"gated_ffn": False}, "--swiglu", note)
@@ -67,6 +78,18 @@ def _read_implementation(reader: MegatronOptions) -> None:
         reader.found.problems.append(f"{reader.call(name)} is not understood here as {impl}; transformer_engine is")
 
 
+def _read_latent(reader: MegatronOptions, heads: Any) -> None:
+    """Note attention whose keys and values come out of narrow vectors."""
+    latent = {key: reader.value(name, positive) or default for name, (key, default) in _LATENT.items()}
+    name, default = _HEAD
+    width = (reader.value(name, positive) or default) + latent["rope_width"]
+    values = {"latent_attention": latent, "head_dim": width, "num_kv_heads": heads, "family": "deepseek_v2"}
+    reader.note("model", values, "--multi-latent-attention", *_LATENT, name)
+    for name in ("--group-query-attention", "--num-query-groups", "--kv-channels"):
+        if reader.has(name):
+            reader.found.ignore(reader.show(name), f"with {reader.call('--multi-latent-attention')}", "no effect")
+
+
 def _read_heads(reader: MegatronOptions, hidden: Any, heads: Any) -> None:
     found, grouping, number = reader.found, "--group-query-attention", "--num-query-groups"
     groups, grouped = reader.value(number, positive), reader.has(grouping)
@@ -79,6 +102,9 @@ def _read_heads(reader: MegatronOptions, hidden: Any, heads: Any) -> None:
         reader.note_absent("model", {"num_kv_heads": heads}, grouping)
         if groups:
             found.ignore(reader.show(number), f"without {reader.call(grouping)}", "no effect")
+    for name in (*_LATENT, _HEAD[0]):
+        if reader.has(name):
+            found.ignore(reader.show(name), f"without {reader.call('--multi-latent-attention')}", "no effect")
     width = reader.value("--kv-channels", positive)
     if width and hidden and heads and width * heads != hidden:
         reader.note("model", {"head_dim": width}, "--kv-channels")
@@ -112,7 +138,9 @@ def _read_norms(reader: MegatronOptions) -> None:
         found.ignore(reader.show_all("--disable-bias-linear"), note)
     if reader.has("--add-qkv-bias"):
         reader.note("model", {"family": "qwen2", "qkv_bias": True}, "--add-qkv-bias")
-    if reader.has("--qk-layernorm"):
+    if reader.has("--qk-layernorm") and found.get("model", "latent_attention"):
+        found.ignore(reader.show("--qk-layernorm"), "norms of its narrow vectors, which are predicted")
+    elif reader.has("--qk-layernorm"):
         reader.note("model", {"family": "qwen3", "qk_norm": True}, "--qk-layernorm")
 
 
@@ -154,7 +182,9 @@ def read_experts(reader: MegatronOptions) -> None:
         ("--moe-router-enable-expert-bias", "correction_bias", True),
         ("--moe-router-pre-softmax", "normalized", False),
     ):
-        if reader.has(name):
+        if key == "normalized" and experts.get("score") == "sigmoid" and reader.has(name):
+            reader.found.ignore(reader.show(name), "with sigmoid scores", "no effect")
+        elif reader.has(name):
             experts[key] = value
             reader.note_row(f"model.experts.{key}={str(value).lower()}", name)
     reader.value("--moe-router-load-balancing-type", string)
@@ -167,6 +197,8 @@ def read_experts(reader: MegatronOptions) -> None:
         what = reader.show_all(dispatcher) or reader.call(dispatcher)
         reader.assume("layout", {"ep_dispatcher": "alltoall"}, what, note)
     family = "qwen3_moe" if found.get("model", "qk_norm") else "mixtral"
+    if found.get("model", "latent_attention"):
+        family = "deepseek_v3" if experts.get("score") == "sigmoid" else "deepseek_v2"
     found.tables["model"] |= {"experts": experts, "family": family}
 
 

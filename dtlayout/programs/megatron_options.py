@@ -1,5 +1,6 @@
 """Options of Megatron-LM, as its reader asks for them: in a command, or under the names that a tree has for them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,14 +9,15 @@ from dtlayout.programs.own_names import Said
 from dtlayout.programs.understood import Row, Understood
 
 FLAGS = frozenset((
-    "--add-qkv-bias", "--bf16", "--disable-bias-linear", "--fp16", "--grad-reduce-in-bf16",
-    "--group-query-attention", "--moe-enable-deepep", "--moe-router-enable-expert-bias",
-    "--moe-router-pre-softmax", "--no-overlap-p2p-communication", "--overlap-grad-reduce",
-    "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--recompute-activations",
-    "--sequence-parallel", "--swiglu", "--tp-comm-overlap", "--untie-embeddings-and-output-weights",
-    "--use-custom-fsdp", "--use-distributed-optimizer", "--use-flash-attn", "--use-megatron-fsdp",
-    "--use-precision-aware-optimizer", "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split", "--use-rope-scaling", "--use-rotary-position-embeddings",
+    "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--add-qkv-bias", "--bf16",
+    "--disable-bias-linear", "--enable-cuda-graph", "--external-cuda-graph", "--fp16", "--grad-reduce-in-bf16",
+    "--group-query-attention", "--moe-enable-deepep", "--moe-router-enable-expert-bias", "--moe-router-pre-softmax",
+    "--multi-latent-attention", "--no-overlap-p2p-communication", "--overlap-grad-reduce",
+    "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--quick-geglu",
+    "--recompute-activations", "--sequence-parallel", "--swiglu", "--tp-comm-overlap",
+    "--untie-embeddings-and-output-weights", "--use-custom-fsdp", "--use-distributed-optimizer", "--use-flash-attn",
+    "--use-megatron-fsdp", "--use-precision-aware-optimizer", "--use-rope-scaling",
+    "--use-rotary-position-embeddings",
 ))  # fmt: skip
 """Options without a value."""
 
@@ -104,6 +106,20 @@ class MegatronOptions(OptionReader):
         note = otherwise or next(iter(self._list_assumed(*names)), "")
         shown = self.show_all(*names)
         self.found.rows.append(Row(shown, ours, "assumed" if note or not shown else "read", note))
+
+    def refuse(self, neutral: Mapping[str, Sequence[str]], refused: Mapping[str, str]) -> None:
+        """Refuse options of subjects that are not predicted, but for words with which nothing is otherwise."""
+        for name, words in self.options.items():
+            if name in self.used or words is None:
+                continue
+            subject = next((each for each, names in refused.items() if re.fullmatch(names, name)), None)
+            if words and words[0] in neutral.get(name, ()):
+                self.has(name)
+                self.found.ignore(self.show(name), "its default", "no effect")
+            elif subject is not None:
+                self.has(name)
+                what = f"{self.call(name)} is not understood here: nothing predicts {subject}"
+                self.found.problems.append(f"{what}; without it the rest can be predicted")
 
     def _list_assumed(self, *names: str) -> list[str]:
         assumed = self.said.assumed if self.said else {}

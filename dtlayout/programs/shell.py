@@ -1,16 +1,16 @@
 """Shell: the commands of a script, with its variables filled in. Nothing is run.
 
-Read are assignments, `export`, arrays, defaults such as ${A:-1}, whole numbers in $((…)), quotes, comments and
-here-documents. A value that is set inside of a condition, a loop or a function, by a command, or by the script's own
-arguments is an `Unknown` word, which says so and for which a caller may give a value.
+Read are assignments, `export`, arrays, defaults such as ${A:-1}, whole numbers in $((…)), ((…)), `let` and $(expr …),
+quotes, comments and here-documents. A value that is set inside of a condition, a loop or a function, by a command, or
+by the script's own arguments is an `Unknown` word, which says so and for which a caller may give a value.
 """
 
-import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.programs.arithmetic import evaluate
 
 
 class Unknown(str):
@@ -102,6 +102,10 @@ _SILENT = {
     "trap",
 }
 """Words of statements that are no command of a program."""
+_OF_EXPR = re.compile(r"-?[0-9]+|[-+*/%()]|[<>]=?|!=|==?")
+"""Words of expr whose meaning is that of arithmetic."""
+_SETS = re.compile(r"([A-Za-z_]\w*)[ \t\n]*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)[ \t\n]*([A-Za-z_]\w*)")
+"""An assignment inside of an expression."""
 _SEPARATORS = ("&&", "||", ";;", "\n", ";", "&", "|")
 
 
@@ -116,9 +120,14 @@ def read_commands(text: str, given: Mapping[str, str] | None = None) -> list[Com
     return reader.commands
 
 
+class _UnsaidError(Exception):
+    def __init__(self, value: Unknown):
+        self.value = value
+
+
 class _Reader:
-    def __init__(self, text: str, scope: _Scope):
-        self.text, self.place, self.scope = text.replace("\r\n", "\n"), 0, scope
+    def __init__(self, text: str, scope: _Scope, first_line: int = 1):
+        self.text, self.place, self.scope, self.first_line = text.replace("\r\n", "\n"), 0, scope, first_line
         self.commands = list[Command]()
         self.blocks = list[tuple[str, str]]()
         """Word that closes each block that is open, and words for it."""
@@ -131,7 +140,7 @@ class _Reader:
     @property
     def line(self) -> int:
         """The number of the line at the reader's place."""
-        return self.text.count("\n", 0, self.place) + 1
+        return self.text.count("\n", 0, self.place) + self.first_line
 
     @property
     def condition(self) -> str:
@@ -178,18 +187,20 @@ class _Reader:
             self.place = match.end() + 1
             self.blocks.append(("}", f"the function {match[1] or match[2]} of line {line}"))
             return
-        if self.text.startswith("((", self.place):
-            self._pass_arithmetic(line)
-            return
-        if self.text[self.place] == "(":
+        if self.text[self.place] == "(" and not self.text.startswith("((", self.place):
             self.place += 1
             self.blocks.append((")", f"the parentheses of line {line}"))
             return
         while self.place < len(self.text) and not self.text.startswith(_SEPARATORS, self.place):
-            if all(word in _BEFORE for word in words) and self._read_assignment():
+            if self._may_assign(words) and self._read_assignment(is_number=self._sets_numbers(words)):
                 self._pass_space()
                 continue
             here = self.text[self.place]
+            is_loop, is_first = words == ["for"], all(word in _BEFORE for word in words)
+            if self.text.startswith("((", self.place) and (is_first or is_loop):
+                self._read_arithmetic(is_loop=is_loop)
+                self._pass_space()
+                continue
             if here == ")":
                 self.place += 1
                 if self.blocks and self.blocks[-1][0] == ")":
@@ -210,6 +221,15 @@ class _Reader:
                     words = []
             self._pass_space()
         self._note(words, line)
+
+    def _may_assign(self, words: list[str]) -> bool:
+        """True where an assignment may stand behind some words of a statement."""
+        plain = [word for word in words if not word.startswith(("-", "+"))]
+        return all(word in _BEFORE for word in plain) and (plain == words or (plain[:1] != [] and plain[0] in _SETTERS))
+
+    def _sets_numbers(self, words: list[str]) -> bool:
+        """True behind declare -i, whose values are expressions."""
+        return any(word.startswith("-") and "i" in word for word in words)
 
     def _opens_body(self, place: int) -> bool:
         return self.text[place : place + 1] == "{"
@@ -233,7 +253,14 @@ class _Reader:
         bare = [word for word in words if word not in ("then", "else", "do", "{", "!", "time")]
         if not bare:
             return
-        if bare[0] in ("unset", "read", "let", "mapfile", "readarray", "for", "select"):
+        if bare[0] == "let":
+            for word in bare[1:]:
+                if isinstance(word, Unknown):
+                    for name in _list_set(word):
+                        self.scope.forget(name, word.reason)
+                else:
+                    self._compute(word, line)
+        if bare[0] in ("unset", "read", "mapfile", "readarray", "for", "select"):
             names = [match[0] for word in bare[1:] if (match := _NAME.match(word))]
             names = names[:1] if bare[0] in ("for", "select") else names
             for name in names:
@@ -246,12 +273,16 @@ class _Reader:
     def _find_block(self) -> str:
         return next((what for _, what in self.blocks if what), "")
 
-    def _pass_arithmetic(self, line: int) -> None:
-        """Pass over ((…)); what it may set is not known."""
-        begin = self.place + 2
+    def _read_arithmetic(self, *, is_loop: bool) -> None:
+        """Read ((…)), and note what it sets; what a loop counts is not known."""
+        line, begin = self.line, self.place + 2
         self.place = self._find_close(begin, "(", ")", line, depth=2)
-        for name in _NAME.findall(self.text[begin : self.place - 2]):
-            self.scope.forget(name, f"set by arithmetic on line {line}")
+        text = self.text[begin : self.place - 2]
+        if is_loop:
+            for name in _list_set(text):
+                self.scope.forget(name, self.condition)
+        else:
+            self._compute(text, line)
 
     def _pass_redirection(self) -> None:
         if match := _HERE.match(self.text, self.place):
@@ -267,7 +298,7 @@ class _Reader:
         if not self._is_at_end():
             self._read_word()
 
-    def _read_assignment(self) -> bool:
+    def _read_assignment(self, *, is_number: bool) -> bool:
         """Read NAME=value, NAME+=value or NAME=(…), and note it; False where there is none."""
         match = _ASSIGNMENT.match(self.text, self.place)
         if match is None:
@@ -281,6 +312,8 @@ class _Reader:
             self.scope.variables.pop(name, None)
         else:
             value = _join(self._read_text(" \t\n;&|)"))
+            if is_number:
+                value = self._compute(value, self.line)
             if adds:
                 value = _join([self.scope.find(name) if self._is_set(name) else "", value])
             if name in self.scope.arrays:
@@ -398,7 +431,7 @@ class _Reader:
         """Add the value of what begins with $ or a backquote."""
         line, begin = self.line, self.place
         if self.text[begin] == "`":
-            words.add(Unknown(f"`{self._read_until('`')}`", "", f"the output of a command, on line {line}"))
+            self._add_output(re.sub(r"\\([$`\\])", r"\1", self._read_until("`")), begin, words)
             return
         rest = self.text[begin + 1 :]
         if rest.startswith("(("):
@@ -406,7 +439,10 @@ class _Reader:
             words.add(self._compute(self.text[begin + 3 : self.place - 2], line))
         elif rest.startswith("("):
             self.place = self._find_close(begin + 2, "(", ")", line)
-            words.add(Unknown(self.text[begin : self.place], "", f"the output of a command, on line {line}"))
+            self._add_output(self.text[begin + 2 : self.place - 1], begin, words)
+        elif rest.startswith("["):
+            self.place = self._find_close(begin + 2, "[", "]", line)
+            words.add(self._compute(self.text[begin + 2 : self.place - 1], line))
         elif rest.startswith("{"):
             self.place = self._find_close(begin + 2, "{", "}", line)
             self._add_braces(self.text[begin + 2 : self.place - 1], words, line, splits=splits)
@@ -416,6 +452,15 @@ class _Reader:
         else:
             self.place += 1
             words.add("$")
+
+    def _add_output(self, inside: str, begin: int, words: "_Words") -> None:
+        """Add the output of a command, whose text begins here."""
+        line, text = self.line, self.text[begin : self.place]
+        output = self._compute_output(inside, line)
+        if output is None or isinstance(output, Unknown):
+            variable, reason = (output.variable, output.reason) if output is not None else ("", "")
+            output = Unknown(text, variable, reason or f"the output of a command, on line {line}")
+        words.add(output)
 
     def _find_close(self, begin: int, opening: str, closing: str, line: int, depth: int = 1) -> int:
         """The place behind what closes a bracket, whose inside begins at `begin`."""
@@ -469,29 +514,73 @@ class _Reader:
             return value
         if not is_unset and (value or not has_colon):
             return value
-        inner = _Reader(default, self.scope)
+        inner = _Reader(default, self.scope, self.line)
         return _join(inner._read_text(""))
 
+    # Arithmetic
+
     def _compute(self, text: str, line: int) -> str:
-        """The value of an expression of whole numbers and variables."""
-        unknown = Unknown(f"$(({text}))", "", f"arithmetic that is not read here, on line {line}")
-        found = list[Unknown]()
-
-        def fill(match: re.Match[str]) -> str:
-            value = self.scope.find(match[1] or match[2])
-            if isinstance(value, Unknown):
-                found.append(value)
-            return f"({value or 0})"
-
-        if "${" in re.sub(r"\$\{\w+\}", "", text):
-            return unknown
-        filled = re.sub(r"\$\{?(\w+)\}?|(?<![\w.])([A-Za-z_]\w*)", fill, text)
-        if found:
-            return Unknown(f"$(({text}))", found[0].variable, found[0].reason)
+        """The value of an expression, which may set variables."""
+        filled = self._fill(text, line)
         try:
-            return str(_evaluate(ast.parse(filled.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, TypeError, RecursionError, MemoryError):
+            if isinstance(filled, Unknown):
+                raise _UnsaidError(filled)
+            return str(evaluate(filled, self._find_known, lambda name, value: self._set(name, str(value))))
+        except _UnsaidError as error:
+            value = Unknown(f"$(({text}))", error.value.variable, error.value.reason)
+            for name in _list_set(filled):
+                self._set(name, value)
+        except (ValueError, RecursionError):
+            value = Unknown(f"$(({text}))", "", f"arithmetic that is not read here, on line {line}")
+            for name in _list_set(filled):
+                self.scope.forget(name, f"set by arithmetic on line {line}")
+        return value
+
+    def _fill(self, text: str, line: int) -> str:
+        """The text of an expression with values in the place of what begins with $."""
+        inner, words = _Reader(text, self.scope, line), _Words()
+        inner.blocks, inner.separator = self.blocks, self.separator
+        while inner.place < len(inner.text):
+            here = inner.text[inner.place]
+            if here in "$`":
+                inner._expand(words, splits=False)
+            else:
+                words.add("" if here in '"\\' else here)
+                inner.place += 1
+        return _join(words.all())
+
+    def _find_known(self, name: str) -> str:
+        value = self.scope.find(name)
+        if isinstance(value, Unknown):
+            raise _UnsaidError(value)
+        return value
+
+    def _set(self, name: str, value: str) -> None:
+        """Note the value of a variable that a statement here sets."""
+        self.scope.arrays.pop(name, None)
+        self.scope.variables[name] = value
+        if condition := self.condition:
+            self.scope.forget(name, condition)
+
+    def _compute_output(self, text: str, line: int) -> str | None:
+        """The output of $(expr …) alone; None for other commands."""
+        inner = _Reader(text, _Scope(self.scope.given, dict(self.scope.variables), dict(self.scope.arrays)), line)
+        try:
+            inner.read()
+        except InvalidConfig:
+            return None
+        if len(inner.commands) != 1 or inner.commands[0].words[0] not in ("expr", "/usr/bin/expr"):
+            return None
+        words = inner.commands[0].words[1:]
+        if unknown := next((word for word in words if isinstance(word, Unknown)), None):
             return unknown
+        if not all(_OF_EXPR.fullmatch(word) for word in words):
+            return None
+        signs = ["==" if word == "=" else str(int(word)) if word.lstrip("-").isdigit() else word for word in words]
+        try:
+            return str(evaluate(" ".join(signs), str, lambda name, value: None))
+        except ValueError:
+            return None
 
 
 class _Words:
@@ -553,30 +642,13 @@ class _Words:
         return [word for word, quoted in zip(self.all(), self.is_quoted, strict=True) if word or quoted]
 
 
-def _evaluate(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _evaluate(left), _evaluate(right)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():  # towards zero, as shells do
-                    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                case ast.Mod():
-                    return a - b * (abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand)
-    raise ValueError(node)
-
-
 def _join(parts: list[str]) -> str:
     """Parts of a word as one; unknown if a part is."""
     unknown = [each for each in parts if isinstance(each, Unknown)]
     text = "".join(parts)
     return Unknown(text, unknown[0].variable, unknown[0].reason) if unknown else text
+
+
+def _list_set(text: str) -> list[str]:
+    """Variables that an expression sets."""
+    return [match[1] or match[2] for match in _SETS.finditer(text)]

@@ -264,6 +264,21 @@ def test_formats_of_the_optimizers_state():
         change("bridge/experts.yaml", (before, before.replace("bfloat16", "float16")))
 
 
+def test_latent_attention_and_another_backend_are_read():
+    latent = (
+        "multi_latent_attention: true\n  q_lora_rank: 768\n  kv_lora_rank: 256\n  qk_head_dim: 64\n  v_head_dim: 96"
+    )
+    found = change("bridge/saved.yaml", ("multi_latent_attention: false", latent))
+    assert found.get("model", "latent_attention") == {
+        "query_rank": 768, "kv_rank": 256, "rope_width": 64, "value_width": 96
+    }  # fmt: skip
+    assert (found.get("model", "head_dim"), found.get("model", "num_kv_heads")) == (128, 32)
+    idle = list_rows(found, "no effect")
+    assert idle["model.num_query_groups = 8"] == "with model.multi_latent_attention"
+    experts = change("bridge/experts.yaml", ("dispatcher_backend: deepep", "dispatcher_backend: hybridep"))
+    assert list_rows(experts, "assumed")["model.moe_flex_dispatcher_backend = hybridep"] == "predicted as deepep"
+
+
 def test_stages_may_count_the_table_and_the_loss_as_blocks():
     only = change("bridge/older.yaml", ("account_for_loss_in_pipeline_split: true", "x: null"),
                   ("num_layers: 14", "num_layers: 15"))  # fmt: skip
@@ -279,8 +294,8 @@ def test_stages_may_count_the_table_and_the_loss_as_blocks():
         ("bridge/saved.yaml", ("gated_linear_unit: true", "new_thing: 3"), "model.new_thing is not understood here"),
         ("bridge/saved.yaml", ("num_layers: 32", "num_layers: some"), "model.num_layers=some is no whole number above"),
         ("bridge/saved.yaml", ("    - 2\n", "    - 9\n"), "model.attention_backend._args_=[9] is nothing that is"),
-        ("bridge/saved.yaml", ("multi_latent_attention: false", "multi_latent_attention: true"),
-         "model.multi_latent_attention=true is not understood here; false or null is"),
+        ("bridge/saved.yaml", ("softmax_type: vanilla", "softmax_type: learnable"),
+         "model.softmax_type=learnable is not understood here; vanilla is"),
         ("bridge/saved.yaml", ("window_size: null", "window_size: [127, 0]"), "model.window_size=[127, 0] is not"),
         ("bridge/saved.yaml", ("fp8_recipe: tensorwise\n  fp8_wgrad", "fp8_recipe: own\n  fp8_wgrad"),
          "mixed_precision.fp8_recipe own is nothing that is known here; use"),
@@ -290,8 +305,8 @@ def test_stages_may_count_the_table_and_the_loss_as_blocks():
          "optimizer.optimizer_cpu_offload=true is not understood here; false is"),
         ("bridge/experts.yaml", ("expert_tensor_parallel_size: 1", "expert_tensor_parallel_size: 2"),
          "experts are cut by 2 ranks of tp, which is not predicted; model.expert_tensor_parallel_size 1 is"),
-        ("bridge/experts.yaml", ("dispatcher_backend: deepep", "dispatcher_backend: hybridep"),
-         "model.moe_flex_dispatcher_backend=hybridep is not understood here; deepep is"),
+        ("bridge/experts.yaml", ("dispatcher_backend: deepep", "dispatcher_backend: mine"),
+         "model.moe_flex_dispatcher_backend mine is nothing that is known here; use deepep"),
         ("bridge/experts.yaml", ("[0, 1, 1,", "[0, 1, 0,"), "only dense blocks before those with experts"),
         ("bridge/experts.yaml", ("num_distributed_optimizer_instances: 2", "num_distributed_optimizer_instances: 3"),
          "ddp.num_distributed_optimizer_instances 3 does not divide dp = 16"),

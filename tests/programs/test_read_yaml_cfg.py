@@ -69,7 +69,7 @@ def test_what_differs_from_the_options_of_a_command():
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
-        ("spec: null", "spec: [a, b]", "spec is not understood here; without it the rest can be predicted"),
+        ("spec: null", "spec: [a, b]", "spec is not understood here: nothing predicts blocks of several kinds"),
         ("activation_func: swiglu", "activation_func: relu", "language_model.activation_func=relu is nothing that"),
         ("window_size: null", "window_size: [128, 0]", "language_model.window_size=[128, 0] is not understood here"),
         ("transformer_impl: transformer_engine", "transformer_impl: local", "transformer_impl is not understood here"),

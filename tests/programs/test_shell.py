@@ -4,6 +4,8 @@ import shutil
 import subprocess
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.programs.shell import Unknown, read_commands
@@ -41,7 +43,42 @@ run outside""",
     """for i in 1 2; do :; done; run done""",
     """run a > /dev/null 2>&1; run b""",
     """export A=1 B=2; run $A$B""",
+    """A=7; run $((A > 3 ? A * 2 : 1)) $((A<3?1:A==7?2:3)) $((A >= 7 && A != 8)) $((A < 7 || !A)) $((!(A % 2)))""",
+    """run $((2 ** 9)) $((2**3**2)) $((-2**2)) $((~5)) $((1 << 4 | 3)) $((6 & 3 ^ 1)) $((- -3)) $((5--3))""",
+    """A=1; ((A = A * 8)); ((B = A + 2, C = B * 2)); run $A $B $C; ((A += 2)); ((B -= 1)); ((C *= 3)); run $A $B $C""",
+    """A=9; ((A /= 2)); run $A; ((A %= 3)); ((A <<= 4)); ((A |= 1)); run $A; ((A++)); ((--A)); run $((A++)) $((++A))""",
+    """Y=3; let X=Y*2; run $X; let "X += 1" 'Z = X * X'; run $X $Z; let A=5 B=A+1; run $A $B""",
+    """N=4 G=8; W=$(( ${N} * ${G:-1} / $((2 * 2)) )); X=$(( W + ${M:-3} )); run $W $X $(( $N * "$G" ))""",
+    """A=6 B=7; X=$(expr $A \\* $B); Y=`expr $A + $B`; run $X $Y $(expr \\( $A - $B \\) \\* 08) $(expr 7 / 2)""",
+    """run $(expr 3 \\> 2) $(expr 3 = 4) $(expr -7 % 3)""",
+    """A='1 + 2'; run $(( $A * 2 )) $((A * 2)); B=A; run $((B + 1)) $((0x10 + 010 + 2#101)) $[A * 4]""",
+    """A=5; run $((A == 5 ? (B = 3) : 0)) $B; run $((0 && (A = 9))) $A; run $((1 || (A = 9))) $A""",
+    """declare -i A=2*3; readonly -a B=(1 2); declare -x C=4; run $A ${B[@]} $C""",
+    """for ((i = 0; i < 3; i++)); do :; done; A=4; if ((A > 3)); then :; fi; run $A""",
+    """((A=1?2:3)); run $((A)) $(( A , A + 1 )) $((9223372036854775807 + 1)) $((-7 / 2)) $((-7 % 3))""",
+    """A=3
+((
+    A *= 2
+))
+run $((
+    A + 1
+))""",
 ]
+NUMBERS = st.one_of(st.integers(0, 12), st.just(2**62), st.integers(-9, -1)).map(str) | st.sampled_from("ABC")
+
+
+def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    two = st.sampled_from(["+", "-", "*", "/", "%", "**", "<<", ">>", "<", ">", "<=", ">=", "==", "!=", "&", "^", "|",
+                           "&&", "||", ","])  # fmt: skip
+    assign = st.sampled_from(["=", "+=", "-=", "*=", "/=", "%=", "|=", "&=", "^=", "<<=", ">>="])
+    return st.one_of(
+        st.tuples(inner, two, inner).map(" ".join),
+        st.tuples(inner, inner, inner).map("{0[0]} ? {0[1]} : {0[2]}".format),
+        st.tuples(st.sampled_from("!~-+"), inner).map(" ".join), inner.map("({})".format),
+        st.tuples(st.sampled_from("ABC"), assign, inner).map(" ".join),
+        st.tuples(st.sampled_from("ABC"), st.sampled_from(["++", "--"])).map("".join),
+        st.tuples(st.sampled_from(["++", "--"]), st.sampled_from("ABC")).map("".join),
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -52,6 +89,22 @@ def test_words_are_those_that_bash_makes(text):
     own = [each.words[1:] for each in read_commands(text) if each.words[0] == "run" and not each.condition]
     own = [words for words in own if words != ("a",) or "/dev/null" not in text]  # which bash sends away
     assert "".join("".join(f"[{word}]" for word in words) + "\n" for words in own) == said
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.recursive(NUMBERS, grow, max_leaves=8), min_size=20, max_size=40))
+def test_numbers_are_those_that_bash_computes(expressions):
+    lines = [f'(echo "$(({text})) $A $B $C") 2> /dev/null || echo no' for text in expressions]
+    said = subprocess.run(["bash"], input="\n".join(["A=3 B=-2 C=40", *lines]), capture_output=True, text=True,
+                          timeout=60, check=False).stdout.splitlines()  # fmt: skip
+    assert len(said) == len(expressions)
+    for text, value in zip(expressions, said, strict=True):
+        words = read_commands(f'A=3 B=-2 C=40\nrun "$(({text}))" $A $B $C')[-1].words[1:]
+        if value == "no":
+            assert isinstance(words[0], Unknown), (text, words)
+        else:
+            assert words == tuple(value.split()) and not isinstance(words[0], Unknown), (text, words, value)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +129,28 @@ def test_words_are_those_that_bash_makes(text):
         ("A=1\n(A=2)\nrun $A", "set inside of the parentheses of line 2"),
         ("A=1\nunset A\nrun $A", "set by `unset` on line 2"),
         ("A=1\nread A\nrun $A", "set by `read` on line 2"),
-        ("A=1\n((A = A * 8))\nrun $A", "set by arithmetic on line 2"),
+        ("A=1\n((A = 2, B[0] = 8))\nrun $A", "set by arithmetic on line 2"),
+        ("A=1\n((A = B * 8))\nrun $A", "set by no line of the script"),
+        ("A=1\n((A = $1 * 8))\nrun $A", "argument 1 of the script"),
+        ("A=1\nlet A=N+1\nrun $A", "set by no line of the script"),
+        ("A=1\nif true; then ((A += 1)); fi\nrun $A", "set inside of the `if` of line 2"),
+        ("A=1\n[ $B ] && ((A++))\nrun $A", "set behind `&&` on line 2"),
+        ("A=5\nfor ((A = 0; A < 3; A++)); do :; done\nrun $A", "set inside of the `for` of line 2"),
+        ("A=$(expr length abc)\nrun $A", "the output of a command, on line 1"),
+        ("A=$(expr $N + 1)\nrun $A", "set by no line of the script"),
+        ("A=$((N > 8 ? 2 : 4))\nrun $A", "set by no line of the script"),
+        ("A=B\nB=A\nrun $((A))", "arithmetic that is not read here, on line 3"),
+        (
+            "A=B+B+B B=C+C+C C=D+D+D D=E+E+E E=F+F+F F=G+G+G G=A+A\nrun $((A))",
+            "arithmetic that is not read here, on line 2",
+        ),
+        (f"run $(({'(' * 5000}1{')' * 5000}))", "arithmetic that is not read here, on line 1"),
         ("A=(1 2)\nA[0]=5\nrun $A", "an item set on line 2"),
         ("A=${B%x}\nrun $A", "nothing that is read here, on line 1"),
         ("A=$(( $N * 2 ))\nrun $A", "set by no line of the script"),
-        ("A=$((2 ** 9))\nrun $A", "arithmetic that is not read here, on line 1"),
+        ("A=$((2 ** -1))\nrun $A", "arithmetic that is not read here, on line 1"),
+        ("A=$((08 + 1))\nrun $A", "arithmetic that is not read here, on line 1"),
+        ("A=$((1 2))\nrun $A", "arithmetic that is not read here, on line 1"),
         ("A=$((1 / 0))\nrun $A", "arithmetic that is not read here, on line 1"),
         ("A=${B:?say B}\nrun $A", "set by no line of the script"),
     ],
