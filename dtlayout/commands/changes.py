@@ -17,6 +17,8 @@ from dtlayout.planner.space import Space
 
 _SHOWN = 3
 """Changes that are said in the file's words."""
+_TRIED = 8
+"""Best layouts of different kinds among which one is looked for that the file can say."""
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def _answer(asked: Asked) -> dict[str, Any]:
         return {}
     file = TheirFile(found, options.config, options.overrides, options)
     changes = [each.estimate for each in asked.explanation.changes]
-    changes = [each for each in changes if file.says_otherwise(case, each.layout, each.kernels)]
+    changes = [each for each in changes if file.says_otherwise(case, each.layout, each.kernels)][:_SHOWN]
     best, now = find_best(file, case), estimate(case.scenario, case.layout, case.kernels)
 
     def describe(each: Estimate) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def _answer(asked: Asked) -> dict[str, Any]:
         }  # fmt: skip
 
     said: dict[str, Any] = {
-        "path": str(file.path), "program": file.found.title, "changes": [describe(each) for each in changes[:_SHOWN]],
+        "path": str(file.path), "program": file.found.title, "changes": [describe(each) for each in changes],
         "best": None if best is None else describe(best),
     }  # fmt: skip
     if options.patch is not None:
@@ -62,7 +64,7 @@ def _choose(take: str, changes: Sequence[Estimate], best: Estimate | None) -> Es
     """The layout that --take names; InvalidConfig where there is none."""
     if take == "best" and best is not None:
         return best
-    if take.isdigit() and 1 <= int(take) <= len(changes):
+    if take.isdecimal() and 1 <= int(take) <= len(changes):
         return changes[int(take) - 1]
     known = [*map(str, range(1, len(changes) + 1)), *["best"] * (best is not None)]
     raise InvalidConfig(f"--take {take} is no change here; there is {' or '.join(known) or 'none'}")
@@ -90,9 +92,11 @@ def _describe_change(place: str, change: JsonDocument) -> Iterator[str]:
 
 
 def find_best(file: TheirFile, case: Case) -> Estimate | None:
-    """The layout that a search finds on a case's GPUs, with kernels that the file can say; None where none fits."""
+    """The best layout of a search on a case's GPUs that the file can say, or else the best of all; None where none
+    fits."""
     search, _ = find_fitting(Space(case.scenario, *find_unsaid_kernels(file, case)), None)
-    return next(iter(search.run_kinds(1).ranked), None)
+    ranked = search.run_kinds(_TRIED).ranked
+    return next((each for each in ranked if file.can_say(case, each)), next(iter(ranked), None))
 
 
 CHANGES = SideQuestion(_add, _answer, _describe)

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.planner.lengths import weigh_lengths
 
+_LENGTHS, _NUMBERS = ("length", "lengths", "len", "tokens", "num_tokens"), ("number", "count", "samples", "n")
+"""Names of columns with lengths, and with their numbers."""
+_MOST_DIGITS = 13
 _MOST_SAMPLES = 1_000_000
 """Most samples of one length that are counted one by one."""
 
@@ -32,7 +35,7 @@ def read_lengths(path: Path) -> Counter[int]:
     length.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"--lengths {path} cannot be read: {error}") from None
     pairs = list(_read_json(path, text) if text.lstrip()[:1] in ("[", "{") else _read_lines(path, text))
@@ -45,15 +48,32 @@ def read_lengths(path: Path) -> Counter[int]:
 
 
 def _read_lines(path: Path, text: str) -> Iterator[tuple[int, int]]:
+    columns: tuple[int, int | None] | None = None
     for place, line in enumerate(text.splitlines(), start=1):
         words = re.split(r"[\s,;:]+", line.split("#")[0].strip())
         if words == [""]:
             continue
-        if len(words) > 2 or not all(word.isdigit() and int(word) > 0 for word in words):
-            if place == 1:  # names of columns
-                continue
+        if columns is None and not any(character.isdigit() for character in words[0]):
+            columns = _find_columns(path, words)
+            continue
+        columns = columns or (0, 1 if len(words) > 1 else None)
+        picked = [words[column] for column in columns if column is not None and column < len(words)]
+        if (len(words) > 2 and columns == (0, 1)) or not picked or not all(map(_is_count, picked)):
             raise InvalidConfig(f"--lengths {path}, line {place}: {line.strip()[:40]!r} is no length with its number")
-        yield int(words[0]), int(words[1]) if len(words) > 1 else 1
+        yield int(picked[0]), int(picked[1]) if len(picked) > 1 else 1
+
+
+def _find_columns(path: Path, names: Sequence[str]) -> tuple[int, int | None]:
+    """Places of the length and of the number among names of columns; InvalidConfig where none is a length."""
+    lower = [name.lower() for name in names]
+    found = [next((lower.index(name) for name in known if name in lower), None) for known in (_LENGTHS, _NUMBERS)]
+    if found[0] is None and len(names) > 1:
+        raise InvalidConfig(f"--lengths {path}: no column of {', '.join(names)} is called length or tokens")
+    return found[0] or 0, found[1]
+
+
+def _is_count(word: str) -> bool:
+    return word.isdecimal() and len(word) < _MOST_DIGITS and int(word) > 0
 
 
 def _read_json(path: Path, text: str) -> Iterator[tuple[int, int]]:
@@ -64,7 +84,7 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[int, int]]:
     entries = value.items() if isinstance(value, dict) else ((each, 1) for each in value)
     for length, number in entries:
         digits = str(length)
-        if not digits.isdigit() or int(digits) < 1 or not isinstance(number, int) or number < 1:
+        if not _is_count(digits) or not isinstance(number, int) or number < 1:
             raise InvalidConfig(f"--lengths {path}: {str(length)[:40]!r} is no length with its number")
         yield int(digits), number
 

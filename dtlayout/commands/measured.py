@@ -72,7 +72,8 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     yield f"measured: {speed}, {found['source']}"
     yield f"  The step is {than}, {where}: {low_s:.3f} to {high_s:.3f} s for {found['basis']}."
     if found["place"] == "faster":
-        yield "  See whether both count the same GPUs, and the same tokens and FLOPs."
+        beyond = "No GPU computes so much. " if (found["mfu"] or 0) > 1 else ""
+        yield f"  {beyond}See whether both count the same GPUs, and the same tokens and FLOPs."
     if not found["causes"]:
         return
     yield f"  It loses {found['lost_s']:.3f} s. One of these alone would explain it:"

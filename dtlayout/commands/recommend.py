@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
     parser.add_argument("--gpu", metavar="NAME", help="a GPU type, such as a100-80g-sxm, h100-80g-sxm or cpu")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, unless --scale or --min-gpus says")
+    parser.add_argument("--world", dest="gpus", type=int, help=argparse.SUPPRESS)  # as other commands call it
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; the vendor's by default")
     parser.add_argument("--seq-len", type=int, metavar="S", help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")

@@ -1,7 +1,7 @@
 """A file of another program that an answer is about: changes of its layout in its own options, and the changed file."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,10 +49,10 @@ class TheirFile(NamedTuple):
         """
         before = estimate(case.scenario, case.layout, case.kernels)
 
-        def says(text: str) -> bool:
+        def says(text: str, changed: Collection[str]) -> bool:
             assert self.found.file is not None, "a patch has a file"
             again = read_again(self.found.file._replace(num_gpus=self.found.num_gpus), text)
-            if again is None:
+            if again is None or not self._leaves_others(again, changed):
                 return False
             other = read_other(again, self.path, self.overrides, self.options, notes=False)
             # Rows of the vocabulary are padded for tp by some programs.
@@ -61,6 +61,23 @@ class TheirFile(NamedTuple):
             return same and other.kernels == wanted.kernels and _is_same(other.layout, wanted)
 
         return find_patch(self.found, Job(case.scenario, before, _STEPS), Job(case.scenario, wanted, _STEPS), says)
+
+    def _leaves_others(self, again: Understood, changed: Collection[str]) -> bool:
+        """True if all options but those that are changed are as before, also those that change no prediction."""
+        apart = {*changed, *(name for name, own in self.found.names.items() if own in changed)}
+        before, after = (
+            {name: value for name, value in each.values.items() if name not in apart and value not in (None, {})}
+            for each in (self.found, again)
+        )
+        return before == after
+
+    def can_say(self, case: Case, wanted: Estimate) -> bool:
+        """True if changes of the file's options say a layout with its kernels."""
+        try:
+            self.find_patch(case, wanted)
+        except InvalidConfig:
+            return False
+        return True
 
     def describe_patch(self, case: Case, wanted: Estimate) -> list[str]:
         """The changes to a layout in words of the file, or why it has none."""
@@ -75,9 +92,11 @@ class TheirFile(NamedTuple):
             raise InvalidConfig(f"--patch {path} is the file itself; write another one")
         patch = self.find_patch(case, wanted)
         assert self.found.file is not None, "a patch has a file"
-        text = patch.text
+        before, text = self.found.file.text, patch.text
+        if b"\r\n" in self.path.read_bytes():
+            before, text = (each.replace("\n", "\r\n") for each in (before, text))
         if path.suffix in _DIFFS:
-            text = write_diff(self.path, self.found.file.text, text)
+            text = write_diff(self.path, before, text)
         write(path, text, "the changed file")
         return list(patch.describe(has_flags=self.found.takes_flags))
 

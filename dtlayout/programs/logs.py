@@ -1,7 +1,7 @@
 """Logs: speeds of steps in the console output of training programs; a further program is a row of `PATTERNS`."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -40,10 +40,12 @@ PATTERNS = (
         "Hugging Face's Trainer", re.compile(rf"train_steps_per_second'?\"?[ =:]+'?{_NUMBER}"), "s",
         lambda rate: 1 / rate, is_summary=True,
     ),
-    LogPattern("a progress bar", re.compile(rf"\d+/\d+ \[[^\]]*, *{_NUMBER}s/it"), "s"),
-    LogPattern("a progress bar", re.compile(rf"\d+/\d+ \[[^\]]*, *{_NUMBER}it/s"), "s", lambda rate: 1 / rate),
 )  # fmt: skip
 """Patterns, of which the first that a log has twice, or once as a summary, is taken."""
+
+
+_BAR = re.compile(r"(\d+)/(\d+) \[[^\]]*, *([0-9][0-9.,]*)(s/it|it/s)")
+"""A line of a progress bar: step, number of steps, speed and its unit."""
 
 
 class Speeds(NamedTuple):
@@ -73,10 +75,24 @@ def read_log(path: Path) -> Speeds:
         if each.is_summary and values:
             return Speeds(each.title, each.unit, (values[-1],))
         if len(values) > 1:
-            skipped = min(max(_LEAST_SKIPPED, round(_SKIPPED_SHARE * len(values))), len(values) - 1)
-            return Speeds(each.title, each.unit, tuple(values[skipped:]))
-    known = ", ".join(dict.fromkeys(each.title for each in PATTERNS))
+            return Speeds(each.title, each.unit, tuple(values[_count_skipped(values) :]))
+    if len(values := _read_bars(text)) > 1:
+        return Speeds("a progress bar", "s", tuple(values[_count_skipped(values) :]))
+    known = ", ".join([*dict.fromkeys(each.title for each in PATTERNS), "a progress bar"])
     raise InvalidConfig(f"--log {path} has no speed of steps as these print them: {known}")
+
+
+def _count_skipped(values: Sequence[float]) -> int:
+    return min(max(_LEAST_SKIPPED, round(_SKIPPED_SHARE * len(values))), len(values) - 1)
+
+
+def _read_bars(text: str) -> list[float]:
+    """Seconds of a step on the lines of the longest progress bar: others load a model, or evaluate it."""
+    bars: dict[int, list[float]] = {}
+    for line in text.split("\n"):
+        if (match := _BAR.search(line)) and (speed := float(match[3].replace(",", ""))) > 0:
+            bars.setdefault(int(match[2]), []).append(speed if match[4] == "s/it" else 1 / speed)
+    return bars[max(bars)] if bars else []
 
 
 def _read(match: re.Match[str], pattern: LogPattern) -> float | None:

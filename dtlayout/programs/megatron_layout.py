@@ -189,11 +189,14 @@ def _read_recompute(reader: MegatronOptions) -> None:
         return
     stages = found.get("layout", "pp", 1) * found.get("layout", "virtual_stages", 1)
     layers = found.get("model", "num_layers", 1)
-    ours, note = _choose_blocks(method, number, layers, stages)
+    is_even = layers % stages == 0 and len({*(found.get("layout", "stage_layers") or ())}) < 2
+    ours, note = _choose_blocks(method, number, layers, stages, is_even=is_even)
     reader.note("layout", {"recompute": ours}, which, how_blocks, count, otherwise=note)
 
 
-def _choose_blocks(method: str | None, number: int | None, layers: int, stages: int) -> tuple[str, str]:
+def _choose_blocks(
+    method: str | None, number: int | None, layers: int, stages: int, *, is_even: bool
+) -> tuple[str, str]:
     """Our word for the blocks that are computed again, and a note where it is not the same.
 
     The first of a stage's blocks are computed again, and ours are the last of each period: as many, and alike.
@@ -201,7 +204,7 @@ def _choose_blocks(method: str | None, number: int | None, layers: int, stages: 
     if method != "block" or not number or number * stages >= layers:
         return "full", "several blocks keep one input" if method == "uniform" and (number or 1) > 1 else ""
     share, note = Fraction(number * stages, layers), ""
-    if layers % stages:
+    if not is_even:
         share, note = share.limit_denominator(_LONGEST), f"{number} blocks of each stage, and stages differ"
     ours = f"every-{share.denominator}" if share.numerator == 1 else f"{share.numerator}-of-{share.denominator}"
     return ours, note

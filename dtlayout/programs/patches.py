@@ -1,11 +1,11 @@
 """Patches: a layout in the words of another program's file, and that file with no more changed than it needs.
 
 Two jobs differ in a file as the options do which the program's writer chooses for them. A changed text is read again,
-and counts only if it says the job that was wanted. What the reading does not miss is changed back.
+and counts only if it says the job that was wanted. A change without which it still says that job is left out.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
 from dtlayout.programs.script_edits import edit_assignments, edit_script, to_flag, to_words
 from dtlayout.programs.understood import Understood
+
+Says = Callable[[str, Collection[str]], bool]
+"""Function from a text and the names of the options that may differ in it; true if it says the job that is wanted."""
 
 
 class Patch(NamedTuple):
@@ -36,14 +39,17 @@ class Patch(NamedTuple):
                 yield _show(name, value, has_flags) + f" (was {was})" * (was not in ("", _show_value(value)))
 
 
-def find_patch(found: Understood, before: Job, after: Job, says: Callable[[str], bool]) -> Patch:
-    """The patch that turns the job of a file into another one; `says` reads a text, and is true if it is that job.
+def find_patch(found: Understood, before: Job, after: Job, says: Says) -> Patch:
+    """The patch that turns the job of a file into another one; `says` reads a changed text again.
 
     InvalidConfig where the file cannot say it by changes of its options.
     """
     if found.file is None or found.options is None:
         raise InvalidConfig(f"files of {found.title} are read, and not changed")
-    wanted, said = _find_changes(found, before, after), found.options(after)[0]
+    said, lacks = found.options(after)
+    if lost := [each for each in lacks if each not in found.options(before)[1]]:
+        raise InvalidConfig([f"the file cannot say it: {lost[0]}", *lost[1:]])
+    wanted = _find_changes(found, before, after)
     theirs = {own: name for name, own in found.names.items()}
     # What the file leaves to a default may depend on what changes: a whole batch, on each rank's.
     unsaid = {found.names.get(name, name): value for name, value in said.items() if value is not None}
@@ -66,7 +72,8 @@ def find_patch(found: Understood, before: Job, after: Job, says: Callable[[str],
 def write_diff(path: Path, before: str, after: str) -> str:
     """The change of a file, as the command patch takes it."""
     old, new = (text.splitlines(keepends=True) for text in (before, after))
-    return "".join(difflib.unified_diff(old, new, str(path), str(path)))
+    lines = difflib.unified_diff(old, new, str(path), str(path))
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _find_changes(found: Understood, before: Job, after: Job) -> dict[str, Any]:
@@ -90,7 +97,7 @@ def _group(found: Understood, changes: Mapping[str, Any]) -> list[set[str]]:
     return [names for names in groups if names] + [{name} for name in changes if name not in grouped]
 
 
-def _try(found: Understood, changes: Mapping[str, Any], says: Callable[[str], bool], by_variables: bool) -> str | None:
+def _try(found: Understood, changes: Mapping[str, Any], says: Says, by_variables: bool) -> str | None:
     """The text with changes; None if it does not say what is wanted."""
     assert found.file is not None, "the caller has asked"
     file = found.file
@@ -102,7 +109,7 @@ def _try(found: Understood, changes: Mapping[str, Any], says: Callable[[str], bo
         else:
             text, others = found.rewrite(file.text, changes) if found.rewrite else (file.text, changes)
             text = edit_script(text, others, _list_anchors(changes, text), by_variables=by_variables)
-        return text if says(text) else None
+        return text if says(text, changes) else None
     except DtlayoutError:
         return None
 

@@ -40,6 +40,12 @@ def _find_command(text: str, given: Mapping[str, str]) -> Command:
     if text.lstrip().startswith("--"):
         text = text.replace("\n", " ")
     commands = read_commands(text, given)
+    for command in commands:
+        if len(commands) > 1 and command.words[0].startswith("--"):
+            raise InvalidConfig(
+                f"line {command.line}: a line break ends the command before {command.words[0]}; a backslash before it "
+                f"goes on"
+            )
     for command in reversed(commands):
         if any(_name(word) == "--num-layers" for word in command.words):
             if command.condition:

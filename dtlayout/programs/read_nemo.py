@@ -94,6 +94,9 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
+_OPTIM = "model.optim.name"
+
+
 def is_ours(file: OtherFile) -> bool:
     """True for YAML with NeMo's tables trainer and model, and for a command that starts one of its programs."""
     if file.tree is None:
@@ -126,6 +129,8 @@ def read(file: OtherFile) -> Understood:
 
         def find(options: Options) -> tuple[dict[str, Any], list[str]]:
             own, lost = find_own(rules, options, values, IGNORED.values())
+            if len(options) > 1 and own.get(_OPTIM, values.get(_OPTIM)) is None:
+                lost = [*lost, f"without {_OPTIM} it takes another optimizer"]
             return {f"{stage}{name}": value for name, value in own.items()}, lost
 
         change_as(found, file.tree.values, find)

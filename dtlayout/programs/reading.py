@@ -94,7 +94,7 @@ def read_program(path: Path, given: Mapping[str, str], num_gpus: int = 0) -> Und
     that is not understood.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError):
         return None
     return read_again(OtherFile(path, text, None, given, num_gpus), text)

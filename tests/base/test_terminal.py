@@ -176,6 +176,7 @@ def test_ctrl_c_is_a_line_and_130_whatever_the_command(command, monkeypatch, cap
         "refit": ["--into", "a", "b"],
         "config": [],
         "web": [],
+        "completion": ["bash"],
     }
     monkeypatch.setattr(f"dtlayout.commands.{command}.run", interrupted)
     assert main([command, *needed.get(command, ["a"])]) == 130

@@ -92,7 +92,14 @@ def test_many_samples_are_packed_as_fewer_with_the_same_lengths():
 
 @pytest.mark.parametrize(
     "text",
-    ["10\n20\n10\n", "length,number\n10,2\n20,1\n", "10 2\n\n20  # one\n", "[10, 20, 10]", '{"10": 2, "20": 1}'],
+    [
+        "\ufeff10\n20\n10\n",
+        "id,length,text\n1,10,a\n2,20,b\n3,10,c\n",
+        "length,number\n10,2\n20,1\n",
+        "10 2\n\n20  # one\n",
+        "[10, 20, 10]",
+        '{"10": 2, "20": 1}',
+    ],
 )
 def test_files_of_lengths_are_read(tmp_path, text):
     path = tmp_path / "lengths"
@@ -104,8 +111,9 @@ def test_files_of_lengths_are_read(tmp_path, text):
     ("text", "why"),
     [
         ("", "has no length"), ("tokens\n", "has no length"), ("10\nten\n", "line 2: 'ten' is no length"),
-        ("10\n0\n", "line 2: '0' is no length"), ("1 2 3\n4\n5 6 7\n", "line 3"), ("[1, -2]", "'-2' is no length"),
-        ("[1.5]", "'1.5' is no length"), ('{"3": 0}', "'3' is no length"), ("[1", "is no JSON"),
+        ("10\n0\n", "line 2: '0' is no length"), ("1 2 3\n4\n5 6 7\n", "line 1"), ("[1, -2]", "'-2' is no length"),
+        ("id,words\n1,2\n", "no column of id, words is called length or tokens"), ("512.5\n3\n", "line 1: '512.5'"),
+        ("²\n", "line 1: '²'"), ("9" * 5000, "line 1: "), ("[1.5]", "'1.5' is no length"), ('{"3": 0}', "'3' is no length"), ("[1", "is no JSON"),
     ],
 )  # fmt: skip
 def test_files_of_other_things_are_refused(tmp_path, text, why):

@@ -101,6 +101,9 @@ def test_logs_are_read_without_their_first_steps(tmp_path):
     end = "{'train_runtime': 123.4, 'train_samples_per_second': 5.1, 'train_steps_per_second': 0.8, 'epoch': 1.0}"
     found = read_log(write(tmp_path, [bar, end]))
     assert (found.title, found.values) == ("Hugging Face's Trainer", (1.25,))
+    loading = "\r".join(f"Loading checkpoint shards: {n}/4 [00:01<00:03, 1.2s/it]" for n in range(1, 5))
+    fast = "\r".join(f" {n}/100 [00:{n:02d}<01:50, 3.1it/s]" for n in range(1, 5))
+    assert read_log(write(tmp_path, [loading, fast])).median == pytest.approx(1 / 3.1)
     many = [MEGATRON.format(n=n, t=1000 if n > 10 else 5000) for n in range(100)]
     assert len(read_log(write(tmp_path, many)).values) == 90
 

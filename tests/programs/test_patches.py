@@ -214,3 +214,35 @@ def test_an_option_that_stands_twice_or_finds_no_place_is_refused():
         edit_script("a --tp 2\nb --tp 2", {"--tp": ["4"]}, [], by_variables=False)
     with pytest.raises(InvalidConfig, match="--c 1 finds no place in the script"):
         edit_script("a --tp 2", {"--c": ["1"]}, ["--b"], by_variables=False)
+
+
+def test_what_else_a_variable_says_stays_as_it_is(tmp_path):
+    script = tmp_path / "train.sh"
+    text = (FOLDER / "megatron" / "arrays.sh").read_text()
+    script.write_text(text.replace("--save checkpoints", "--save checkpoints/tp$TP"))
+    file, case = ask(script)
+    layout = case.layout.__class__(**{**vars(case.layout), "tp": 4, "pp": 4, "virtual_stages": 4})
+    patch = file.find_patch(case, estimate(case.scenario, layout, case.kernels))
+    assert "TP=${TP:-8}" in patch.text and "--tensor-model-parallel-size 4 " in patch.text  # else it saves elsewhere
+
+
+def test_ends_of_lines_stay_and_a_difference_knows_a_file_without_a_last_one(tmp_path, capsys):
+    text = (FOLDER / "nanotron" / "benchmark.yaml").read_text().rstrip()
+    path, changed = tmp_path / "job.yaml", tmp_path / "changed.yaml"
+    path.write_bytes(text.replace("\n", "\r\n").encode())
+    assert main(["explain", str(path), "--gpu", "h100-80g-sxm", "--patch", str(changed)]) == 0
+    after = changed.read_bytes()
+    assert after.count(b"\r\n") == after.count(b"\n") == text.count("\n")
+    path.write_text(text)
+    difference = tmp_path / "job.patch"
+    assert main(["explain", str(path), "--gpu", "h100-80g-sxm", "--patch", str(difference)]) == 0
+    lines = difference.read_text().splitlines()
+    assert all(line[:1] in "+- @\\" for line in lines)
+    capsys.readouterr()
+
+
+def test_what_a_file_cannot_say_is_no_patch():
+    file, case = ask(FOLDER / "trl" / "full.yaml", world=16)
+    layout = case.layout.__class__(**{**vars(case.layout), "dp_shard": 8, "cp": 2})
+    with pytest.raises(InvalidConfig, match="the file cannot say it: "):
+        file.find_patch(case, estimate(case.scenario, layout, case.kernels))

@@ -255,4 +255,4 @@ def test_explain_predicts_zero_3_of_a_command(capsys):
 def test_read_shows_each_option(capsys):
     assert main(["read", str(FOLDER / "qlora.yml"), "--world", "1"]) == 0
     said = capsys.readouterr().out
-    assert "axolotl, 1 GPUs" in said and "precision.base=nf4" in said and "adapter.rank=32" in said
+    assert "axolotl, 1 GPU" in said and "precision.base=nf4" in said and "adapter.rank=32" in said

@@ -1,0 +1,70 @@
+"""Pieces of training on modules of one's own: what is refused, and what a rank alone does; examples have several."""
+
+import pytest
+import torch
+from torch import nn
+
+import dtlayout as dl
+from dtlayout.api.pieces import _cut, _find_boundary
+from dtlayout.base.errors import DtlayoutError, InvalidConfig, InvalidLayout
+from dtlayout.plans.context import apply_context
+
+
+def test_a_sequential_is_cut_into_equal_parts_that_keep_their_names():
+    stages = _cut(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), 2)
+    assert [[name for name, _ in stage.named_children()] for stage in stages] == [["0", "1"], ["2", "3", "4"]]
+
+
+@pytest.mark.parametrize("stages", [[nn.Linear(2, 2)], nn.Sequential(nn.Linear(2, 2)), [nn.Linear(2, 2)] * 3])
+def test_another_number_of_stages_than_the_layout_has_is_refused(stages):
+    with pytest.raises(InvalidLayout, match=f"the layout has 2 stages, and here are {len(stages)}; bring one module"):
+        _cut(stages, 2)
+
+
+def test_stages_hand_on_one_shape_and_an_example_is_a_microbatch():
+    stages = [nn.Linear(2, 4), nn.Linear(4, 8), nn.Linear(8, 1)]
+    with pytest.raises(DtlayoutError, match=r"stage 1 gives \(3, 8\) torch.float32, and stage 0 \(3, 4\)"):
+        _find_boundary(stages, torch.zeros(3, 2), 3)
+    with pytest.raises(DtlayoutError, match="the example has 3 rows, and a microbatch of this layout 2"):
+        _find_boundary(stages, torch.zeros(3, 2), 2)
+    assert _find_boundary(stages[:2], torch.zeros(3, 2), 3).shape == (3, 4)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_step_clips_and_one_that_is_not_finite_updates_nothing():
+    layout = dl.Layout(micro_batch=2)
+    model, x, y = nn.Sequential(nn.Linear(3, 1)), torch.randn(4, 3), torch.randn(4, 1)
+    runtime = dl.pipeline(
+        model, layout, dl.build_mesh(layout, "cpu"), x[:2], global_batch=4,
+        loss=lambda out, targets: (out - targets).square().sum(),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(runtime.parameters, lr=1.0)
+    before = model[0].weight.detach().clone()
+    expected = (model(x) - y).square().sum().item()
+    result = dl.train_step(runtime, optimizer, x, targets=y, max_norm=0.5)
+    assert result.loss == pytest.approx(expected) and result.grad_norm > 0.5
+    assert 0 < float((model[0].weight - before).norm()) <= 0.5 + 1e-4
+    before = model[0].weight.detach().clone()
+    assert not dl.train_step(runtime, optimizer, x * torch.inf, targets=y).is_finite
+    assert torch.equal(model[0].weight, before) and model[0].weight.grad is None
+
+
+def test_adapters_stand_beside_what_is_named_and_all_else_is_frozen():
+    model = nn.ModuleDict({"q_proj": nn.Linear(4, 4), "down_proj": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    assert dl.add_adapters(model, dl.Adapter(rank=2, targets=("q_proj",))) == ["q_proj"]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"q_proj.lora_A.weight", "q_proj.lora_B.weight"}
+    other = nn.ModuleDict({"q_proj": nn.Linear(4, 4), "down_proj": nn.Linear(4, 6)})
+    assert dl.add_adapters(other, dl.Adapter(method="ia3")) == ["q_proj", "down_proj"]
+    assert [other[name].ia3.weight.shape for name in other] == [(4,), (4,)]  # of down_proj's input
+    with pytest.raises(InvalidConfig, match=r"adapter\.targets: 'q_prj' is unknown; did you mean 'q_proj'\?"):
+        dl.add_adapters(nn.ModuleDict({"q_proj": nn.Linear(4, 4)}), dl.Adapter(targets=("q_prj",)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_place_without_a_function_that_attends_is_refused():
+    mesh = dl.build_mesh(dl.Layout(), "cpu")["cp"]
+    with pytest.raises(
+        InvalidConfig, match=r"plan\.context: Linear has no function 'attend'; name the one that attends"
+    ):
+        apply_context(nn.Sequential(nn.Linear(2, 2)), {"*.attend": "ring"}, "sdpa-math", mesh)
