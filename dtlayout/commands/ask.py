@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from dtlayout.base.confined import confined
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.files import parse_json
-from dtlayout.base.formatting import find_version
+from dtlayout.base.version import VERSION
 from dtlayout.commands.arguments import check_options, parse_options, strip_private
 from dtlayout.costmodel.engine import OWN_ENGINE, known_engines
 from dtlayout.costmodel.estimate import estimate
@@ -230,7 +230,7 @@ def _name_machines(scenario: Scenario) -> list[str]:
 def _list_choices(desk: _Desk, commands: list[list[str]]) -> dict[str, Any]:
     """Everything that a page offers to choose from."""
     return {
-        "ok": True, "version": find_version("dtlayout"),
+        "ok": True, "version": VERSION,
         "models": [{"name": name, "parameters": count_parameters(model)} for name, model in PRESETS.items()],
         "gpus": [
             {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "gpus_per_node": gpu.gpus_per_node}
