@@ -112,8 +112,10 @@ def test_files_of_lengths_are_read(tmp_path, text):
     [
         ("", "has no length"), ("tokens\n", "has no length"), ("10\nten\n", "line 2: 'ten' is no length"),
         ("10\n0\n", "line 2: '0' is no length"), ("1 2 3\n4\n5 6 7\n", "line 1"), ("[1, -2]", "'-2' is no length"),
-        ("id,words\n1,2\n", "no column of id, words is called length or tokens"), ("512.5\n3\n", "line 1: '512.5'"),
-        ("²\n", "line 1: '²'"), ("9" * 5000, "line 1: "), ("[1.5]", "'1.5' is no length"), ('{"3": 0}', "'3' is no length"), ("[1", "is no JSON"),
+        ("id,words\n1,2\n", "no column of id, words is called length or tokens"),
+        ("512.5\n3\n", "line 1: '512.5'"),
+        ("²\n", "line 1: '²'"), ("9" * 5000, "line 1: "),
+        ("[1.5]", "'1.5' is no length"), ('{"3": 0}', "'3' is no length"), ("[1", "is no JSON"),
     ],
 )  # fmt: skip
 def test_files_of_other_things_are_refused(tmp_path, text, why):
