@@ -583,6 +583,11 @@ class _Reader:
             return None
 
 
+_PARTS = re.compile(r"(?:\$\([^()]*\)|`[^`]*`|\S)+")
+"""A word of a text, in which a command may have blanks."""
+_NESTED = re.compile(r"\$\([^()]*\(|\$\{[^}]*\s")
+
+
 class _Words:
     """Words that grow by the parts of one word of a script."""
 
@@ -610,10 +615,15 @@ class _Words:
 
     def add_value(self, value: str, *, splits: bool) -> None:
         """Add a variable's value, which is several words where it has blanks and stands outside of quotes."""
-        if isinstance(value, Unknown) or not splits:
+        if not splits or (isinstance(value, Unknown) and _NESTED.search(value)):
             self.add(value)
             return
         parts = value.split()
+        if isinstance(value, Unknown):  # of a value that is known but for some parts, the others are words
+            texts = _PARTS.findall(value)
+            parts = [
+                Unknown(part, value.variable, value.reason) if "$" in part or "`" in part else part for part in texts
+            ]
         if value[:1].isspace() and any(self.found[-1]):
             self.has_ended = True
         for number, part in enumerate(parts):

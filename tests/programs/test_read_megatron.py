@@ -396,3 +396,14 @@ def test_our_trainer_rehearses_the_job_of_a_script(tmp_path, capsys):
     assert main(["dryrun", str(script), "--gpu", "h100-80g-sxm", "--world", "4", "--ranks", "0"]) == 0
     said = capsys.readouterr()
     assert "is a job of Megatron-LM; our own trainer takes it" in said.err and "dp2·tp2+sp" in said.out
+
+
+def test_a_launcher_in_a_variable_says_the_ranks_though_a_part_of_it_is_unknown(tmp_path):
+    arguments = (FOLDER / "arguments.txt").read_text().replace("\n", " ")
+    script = tmp_path / "train.sh"
+    launcher = (
+        'HOST=$(scontrol show hostnames $LIST | head -n 1)\nL="torchrun --nproc_per_node 8 --nnodes 4 --x $HOST:6"'
+    )
+    script.write_text(f"{launcher}\nsrun --label $L pretrain_gpt.py {arguments}")
+    found = read_program(script, {})
+    assert (found.num_gpus, found.gpus_per_node) == (32, 8)
