@@ -1,5 +1,6 @@
 """Launchers: the GPUs that `accelerate launch`, `deepspeed`, `torchrun` or `python` starts a program on."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from dtlayout.programs.shell import Command, Unknown
 from dtlayout.programs.understood import OtherFile, Row, Understood
 from dtlayout.programs.words_reader import read_beside
 
-_BEFORE_MODULE = tuple(["-m", "--module"])
+_BEFORE_MODULE = re.compile("-m|--module")
 """Options of a launcher before the name of a module."""
 _MODULES = (
     "torch.distributed.run",
@@ -60,14 +61,14 @@ def read_launch(command: Command, file: OtherFile, found: Understood, programs: 
 
 def _find_program(words: list[str], programs: tuple[str, ...]) -> int | None:
     for place, word in enumerate(words):
-        is_module = place > 0 and words[place - 1] in _BEFORE_MODULE and word not in _MODULES
+        is_module = place > 0 and _BEFORE_MODULE.fullmatch(words[place - 1]) is not None and word not in _MODULES
         if is_module or word.endswith(".py") or word.rpartition("/")[2] in programs:
             return place
     return None
 
 
 def _drop_module(words: list[str]) -> list[str]:
-    return words[:-1] if words and words[-1] in _BEFORE_MODULE else words
+    return words[:-1] if words and _BEFORE_MODULE.fullmatch(words[-1]) else words
 
 
 def _read_accelerate(options: Mapping[str, Any], file: OtherFile, found: Understood) -> AccelerateReader:
