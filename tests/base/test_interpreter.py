@@ -95,7 +95,7 @@ def test_nothing_else_of_the_package_starts_a_python():
             source = path.read_text()
             assert "sys.executable" not in source or path.name == "spec.py", path
             assert not re.search(r"""["']-[mc]["']""", source), path
-    for path in (ROOT / "scripts").iterdir():
+    for path in filter(Path.is_file, (ROOT / "scripts").rglob("*")):
         for line in path.read_text().splitlines() if not path.name.startswith("test_") else ():
             assert not re.search(r"python\}?\"? -m ", line.partition("# ")[0]), (path, line)
             if '" -c ' in line and "ython" in line:
