@@ -51,7 +51,10 @@ class KernelChoices:
         return self.legal(layout.tp, layout.cp, layout.cp_method, layout.splits_backward, recompute)
 
     def _find_legal(self, tp: int, cp: int, method: str, splits: bool, recompute: str) -> list[Kernels]:
-        layout = Layout(tp=tp, cp=cp, cp_method=method, recompute=recompute, offload=self.space.offload)
+        sp = self.space.scenario.engine.features.has_sequence_parallel  # no kernel depends on it
+        layout = Layout(
+            tp=tp, cp=cp, cp_method=method, sequence_parallel=sp, recompute=recompute, offload=self.space.offload
+        )
         layout = self.space.without_granted(layout)
         if find_unsupported(self.space.scenario, layout):
             return []

@@ -160,6 +160,8 @@ def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels
     asked = {name: named.pop(name) for name in KERNEL_NAMES if name in named}
     if named.get("virtual_stages", 1) > 1:
         named.setdefault("schedule", schedule_with(named["virtual_stages"]))
+    if not space.scenario.engine.features.has_sequence_parallel:
+        named.setdefault("sequence_parallel", False)
     named.setdefault("dp_shard", max(1, space.scenario.cluster.num_gpus // Layout(**named).world_size))
     layout = Layout(**named)
     return layout, replace(engine_kernels(space.scenario, OpenKernels(), layout), **asked)

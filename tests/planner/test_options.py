@@ -64,7 +64,8 @@ def choose_base(engine, kind):
     degrees = {axis: 2 if axis in features.axes else 1 for axis in ("tp", "pp", "cp")}
     degrees |= {"pp": 1} if kind == "dense, pp off" else {}
     off = {"micro_batch": 2, "zero": 1, "dp_replicate": 1, "recompute": "none", "tp_overlap": False}
-    off |= {"schedule": "1f1b", "virtual_stages": 1, "sequence_parallel": True, "cp_method": features.cp_methods[0]}
+    off |= {"schedule": "1f1b", "virtual_stages": 1, "cp_method": features.cp_methods[0]}
+    off |= {"sequence_parallel": features.has_sequence_parallel}
     return {**degrees, **off, **vars(find_usual(engine).kernels), **({"ep": 8} if kind == "experts" else {})}
 
 

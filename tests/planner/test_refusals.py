@@ -14,6 +14,7 @@ from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.planner.verdicts import parse_layout
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
@@ -213,3 +214,11 @@ def test_formats_and_stages_of_zero_that_an_engine_lacks_are_refused():
     assert problem == "precision.matmuls=fp8-tensorwise is nothing that prime-rl has; use compute"
     (problem,) = find_refusals(scenario("nanotron"), Layout(dp_shard=4, zero=3), Kernels())
     assert problem == "layout.zero=3 is nothing that nanotron has; use zero=1"
+
+
+def test_tp_goes_without_sequence_parallelism_where_the_engine_has_none():
+    space = Space(scenario("accelerate"), {"tp": 2})
+    found = Search(space).run(top=3).ranked
+    assert found and not any(each.layout.sequence_parallel for each in found)
+    asked, _ = parse_layout(Space(scenario("accelerate")), {"tp": 2})
+    assert asked == Layout(tp=2, dp_shard=2, sequence_parallel=False)
