@@ -119,7 +119,9 @@ def test_every_engine_is_predicted_to_spare_what_frozen_weights_do_not_need(engi
     num_frozen = count_active_frozen_parameters(frozen)
     share = 1 - num_frozen / count_parameters(frozen)
     is_fsdp2 = scenario.engine.features.sharding == "fsdp2"  # others keep bf16 weights, with masters in the optimizer
-    narrower = (BYTES[scenario.precision.params] - BYTES[scenario.precision.compute]) * is_fsdp2 * num_frozen / 8
+    # A shard of a frozen weight is one of its copy, or none, where each rank has all of that copy.
+    of_copy = BYTES[scenario.precision.compute] * scenario.engine.features.shards_frozen
+    narrower = (BYTES[scenario.precision.params] - of_copy) * is_fsdp2 * num_frozen / 8
     assert found.memory[0].optimizer == pytest.approx(share * trained.memory[0].optimizer, rel=1e-4)
     assert found.memory[0].parameters == trained.memory[0].parameters - narrower
     assert found.memory[0].gradients < trained.memory[0].gradients
