@@ -3,6 +3,7 @@
 In place of a loss it takes the gradient of its output, as a stage inside a pipeline does.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.pipelining.stage import stage_boundary
 from dtlayout.plans.apply import apply_plan
 from dtlayout.plans.init import initialize
-from dtlayout.plans.plan import make_plan
+from dtlayout.plans.plan import Plan, make_plan, match_names
 from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly
 
@@ -61,7 +62,13 @@ def assemble_blocks(cell: Training, precision: Precision, *, seed: int, device_t
             head=cell.stage.head,
             dtype=getattr(torch, precision.params),
         )
-    sync = apply_plan(module, plan, mesh)
+    sync = apply_plan(module, _keep_units(plan, module), mesh)
     initialize([module], shape, seed, device_type)
     runtime = build_runtime([module], schedule, [sync], mesh, stage_boundary(shape, layout, batch, precision))
     return Assembly(mesh, schedule, [cell.stage], [module], runtime, [sync])
+
+
+def _keep_units(plan: Plan, blocks: Blocks) -> Plan:
+    """A plan without the units of what lies before and after the blocks."""
+    names = [name for name, _ in blocks.named_modules()]
+    return replace(plan, units=tuple(unit for unit in plan.units if any(match_names(each, names) for each in unit)))

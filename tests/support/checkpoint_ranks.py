@@ -287,8 +287,8 @@ def refusals_of_unequal(
         for name, tensor in reversed(named):
             spoil(name, tensor)
 
-    def fill_and_spoil(parameter: Tensor, weight: StoredWeight, stored: Any, files: Any) -> Any:
-        broken = fill(parameter, weight, stored, files)
+    def fill_and_spoil(parameter: Tensor, weight: StoredWeight, *stored: Any) -> Any:
+        broken = fill(parameter, weight, *stored)
         spoil(weight.name, parameter)
         return broken
 
