@@ -190,6 +190,9 @@ class Features:
     cast for that. FSDP2 copies them even then."""
     shards_frozen: bool = True
     """True if below ZeRO-3 ranks share frozen parameters too, and gather them for a step; else each has them whole."""
+    adds_in_matmuls: bool = False
+    """True if matmuls add weight gradients to the sum over microbatches, where a rank has it whole; else each
+    microbatch's gradient is added in a pass of its own."""
     adds_up_whole: bool = False
     """True if gradients of several microbatches are added up whole and reduced once, whatever the stage of ZeRO."""
     reports_reserved: bool = False

@@ -20,6 +20,7 @@ from dtlayout.costmodel.scenario import (
     leaves_frozen_whole,
     saved_by_casts,
 )
+from dtlayout.plans.plan import has_sums, sums_in_blocks
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 
@@ -91,8 +92,17 @@ def find_update(
         gather_s = max(gather_s + times.masters_s, times.reading_s)
         recompute_s = max(recompute_s + times.masters_s, times.reading_s) if layout.zero == 3 else 0.0
         optimizer_s = max(optimizer_s + times.updating_s, times.exchanging_s)
-    sum_s = pass_s(scenario, _gradient_size(scenario) / 4 * scenario.engine.constants.gradient_traffic_bytes * summed)
+    sum_s = pass_s(scenario, _gradient_size(scenario) / 4 * _sum_traffic_bytes(scenario, layout) * summed)
     return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s, exchange_s, sum_s)
+
+
+def _sum_traffic_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Bytes moved for a parameter whose microbatch's gradient is added to a sum in fp32, by a matmul or a pass."""
+    constants = scenario.engine.constants
+    by_matmuls = scenario.engine.features.adds_in_matmuls and has_sums(layout)
+    if by_matmuls and sums_in_blocks(layout, scenario.precision):
+        return constants.matmul_sum_traffic_bytes
+    return constants.gradient_traffic_bytes
 
 
 def _cast_times(scenario: Scenario, layout: Layout, scaled: float) -> tuple[float, float]:

@@ -73,6 +73,12 @@ class Weight:
         """True for a frozen matrix of a linear layer that tp can split: `precision.base` may store it in few bits."""
         return not self.trains and self.role == "matrix" and self.split is not None
 
+    @property
+    def is_summed(self) -> bool:
+        """True for a trained matrix of a linear layer that tp can split: the matmul that makes its gradient may add it
+        to the sum over microbatches."""
+        return self.trains and self.role == "matrix" and self.split is not None and not self.is_of_experts
+
     def is_scaled(self, alignment: int) -> bool:
         """True for a matrix of a `Linear` that multiplies in `precision.matmuls`; `alignment` is as for that."""
         is_linear = self.role == "matrix" and self.split is not None

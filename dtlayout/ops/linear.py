@@ -15,8 +15,8 @@ Project = Callable[..., tuple[Tensor, ...]]
 """(a tensor, some `nn.Linear`) → the output of each linear layer."""
 Multiply = Callable[[Tensor], Tensor]
 """x [..., in] → x·wᵀ + b [..., out]."""
-MakeGradient = Callable[[], Tensor]
-"""A function that computes the gradient of a weight."""
+MakeGradient = Callable[[], Tensor | None]
+"""A function that computes the gradient of a weight; None where it adds it to a sum itself."""
 Delay = Callable[[MakeGradient], Tensor | None]
 """How a weight's gradient is made → that gradient, or None where it comes later."""
 

@@ -83,6 +83,9 @@ class Head(nn.Linear):
     Logits are x = (s·h)·wᵀ + b with a factor s, or c·tanh(x/c) with a softcap c (Gemma 2, arXiv:2408.00118).
     """
 
+    product: Callable[..., Tensor] = staticmethod(F.linear)
+    """`F.linear`, or a function with its arguments that computes the same."""
+
     def __init__(
         self,
         width: int,
@@ -121,7 +124,7 @@ class Head(nn.Linear):
 
     def multiply(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D] that the factor has multiplied."""
-        return self.cap(F.linear(h_TD, weight_VD, self.local_bias()))
+        return self.cap(self.product(h_TD, weight_VD, self.local_bias()))
 
     def local_bias(self) -> Tensor | None:
         """The bias of these columns; None without one."""

@@ -35,6 +35,8 @@ PassKey = tuple[bool, int, int]
 class BackwardHook(Protocol):
     """Methods of plans.fsdp.GradientSync that the runtime calls."""
 
+    def expect_microbatches(self, number: int) -> None: ...
+
     def expect_split_backwards(self) -> None: ...
 
     def before_backward(self, *, is_last: bool) -> None: ...
@@ -90,6 +92,8 @@ class Runtime:
         self.group = self.mesh[PP].get_group()
         self.actions = self.schedule.ranks[self.mesh[PP].get_local_rank()]
         self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
+        for sync in self.sync.values():
+            sync.expect_microbatches(self.schedule.num_microbatches)
         splits = any(a.kind is Kind.BACKWARD_WEIGHT for a in self.actions)
         self.weights = {stage: StageWeights(module) for stage, module in self.modules.items()} if splits else {}
         """Linear layers of each stage, if the schedule splits backwards."""

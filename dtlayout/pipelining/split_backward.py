@@ -29,8 +29,8 @@ class DelayedWeightGradient(NamedTuple):
 
     edges: Sequence[GradientEdge]
     """Places in the graph that take the gradients: parameters, or the operators that made this rank's part."""
-    make: Callable[[], Sequence[Tensor]]
-    """A function that makes a gradient for each edge; it holds the tensors that this takes."""
+    make: Callable[[], Sequence[Tensor | None]]
+    """A function that makes a gradient for each edge, or adds it itself and gives None; it holds what this takes."""
 
 
 class StageWeights:
@@ -112,6 +112,8 @@ def _make(work: DelayedWeightGradient) -> None:
     """
     edges, gradients = [], []
     for edge, gradient in zip(work.edges, work.make(), strict=True):
+        if gradient is None:  # it has been added already
+            continue
         parameter = getattr(edge.node, "variable", None)  # the node that ends a graph at a leaf has its parameter
         if parameter is None:
             edges.append(edge)

@@ -47,6 +47,7 @@ from dtlayout.models.description import EMBEDDING, HEAD
 from dtlayout.plans.cast_gather import CastGathers, gather_cast
 from dtlayout.plans.experts import place_shards
 from dtlayout.plans.plan import Plan, list_parameters, match_names
+from dtlayout.plans.weight_sums import add_in_matmuls
 
 
 @dataclass
@@ -63,8 +64,15 @@ class GradientSync:
     """Whether there are several copies of the shards (HSDP)."""
     reductions: tuple[DefaultReduceScatter, ...]
     """FSDP2's hook that sums gradients over the shards, for each unit."""
+    summed: tuple[nn.Module, ...] = ()
+    """Linear layers whose matmuls add their weights' gradients to the sum over microbatches."""
     casts: CastGathers | None = None
     """The weights that are gathered in fp8; None where there are none."""
+
+    def expect_microbatches(self, number: int) -> None:
+        """Call once where a step has so many backwards of the module; the plan's matmuls then add to their sums."""
+        if number > 1:
+            add_in_matmuls(self.units, self.summed)
 
     def expect_split_backwards(self) -> None:
         """Call once where backwards come in two parts.
@@ -210,6 +218,7 @@ def shard(
         keep_gathered=plan.zero < 3,
         is_replicated=mesh[DP_REPLICATE].size() > 1,
         reductions=tuple(reductions),
+        summed=tuple(module.get_submodule(name) for pattern in plan.summed for name in match_names(pattern, names)),
         casts=casts,
     )
 

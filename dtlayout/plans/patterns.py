@@ -50,7 +50,7 @@ def _list_patterns(
     for unit in plan.units:
         for pattern in unit:
             yield "units", pattern, modules
-    for field in ("quantized", "scaled", "fake_quantized", "scaled_experts"):
+    for field in ("quantized", "scaled", "summed", "fake_quantized", "scaled_experts"):
         for pattern in getattr(plan, field):
             yield field, pattern, modules
     for field in ("blocks", "experts"):

@@ -50,7 +50,7 @@ from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY
-from dtlayout.spec.kernel_records import ExpertsKernel
+from dtlayout.spec.kernel_records import ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Compile, CompileMode, Kernels
 from dtlayout.spec.layout import Layout
@@ -119,6 +119,8 @@ class Plan(Offload):
     shards them (`needs_expert_mesh`)."""
     balances_by_loss: bool = False
     """Whether routers have a loss that counts the tokens of a microbatch, over all ranks of cp and tp."""
+    summed: tuple[str, ...] = ()
+    """Patterns of the linear layers whose matmuls add the gradients of their weights to the sum over microbatches."""
     counters: tuple[str, ...] = ()
     """Patterns of the parameters that no gradient moves, and of which each rank has all."""
 
@@ -133,6 +135,7 @@ class Plan(Offload):
             for pattern in self.fake_quantized
         ]
         rows += [(pattern, f"each expert multiplies in {self.precision.matmuls}") for pattern in self.scaled_experts]
+        rows += [(pattern, "matmuls add weight gradients to their sum") for pattern in self.summed]
         rows += [(self.experts, "split over ep, sharded over the ranks with the same experts")] * bool(self.experts)
         if self.compile != "none":
             options = f", {self.compile_mode}" * (self.compile_mode != "default") + ", whole" * self.compile_fullgraph
@@ -180,6 +183,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         fake_quantized=find_fake_quantized(model) if precision.fake_quant != "none" else (),
         scaled_experts=find_scaled_experts(model, kernels) if precision.matmul_format else (),
         experts=experts,
+        summed=find_summed(model, layout, kernels, precision),
         balances_by_loss=model.experts is not None and model.experts.balance_loss > 0,
         counters=tuple(f"{BLOCKS}.{weight.name}" for weight in described.block_weights if weight.is_counter),
     )
@@ -225,6 +229,36 @@ def find_scaled_experts(model: ModelShape, kernels: Kernels) -> tuple[str, ...]:
         return ()
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, RoutedExperts))
     return tuple(f"{where}.{each.module}" for where, each in found if each.is_scaled(ALIGNMENT))
+
+
+def find_summed(model: ModelShape, layout: Layout, kernels: Kernels, precision: Precision) -> tuple[str, ...]:
+    """Patterns of the linear layers whose matmuls add their weights' gradients to the sum over microbatches."""
+    if not has_sums(layout):
+        return ()
+    found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
+    names = [
+        f"{where}.{each.module}" for where, each in found
+        if sums_in_blocks(layout, precision) and any(weight.is_summed for weight in each.own_weights)
+    ]  # fmt: skip
+    return (*names, HEAD) if sums_in_head(model, kernels) else tuple(names)
+
+
+def has_sums(layout: Layout) -> bool:
+    """Whether a rank keeps each weight's whole gradient, summed over microbatches, until the last backward."""
+    return layout.zero == 1
+
+
+def sums_in_blocks(layout: Layout, precision: Precision) -> bool:
+    """Whether plain matmuls make the weight gradients of linear layers: not those of another format, nor those that tp
+    overlaps with its collectives."""
+    return precision.matmul_format is None and precision.fake_quant == "none" and not layout.overlaps_tp
+
+
+def sums_in_head(model: ModelShape, kernels: Kernels) -> bool:
+    """Whether a plain matmul makes the head's weight gradient, of all its rows."""
+    return (
+        describe(model).head.trains and not model.unused_rows and not find_kernel(LossKernel, kernels.loss).joins_matmul
+    )
 
 
 def gathers_cast(model: ModelShape, precision: Precision) -> bool:

@@ -59,6 +59,8 @@ STEPS = [
     Layout(pp=2, tp=4, micro_batch=2, schedule="gpipe", zero=2, recompute="selective", offload="activations"),
     Layout(pp=2, dp_replicate=2, dp_shard=2, schedule="zb-h1", zero=3, recompute="selective"),
     Layout(pp=4, dp_shard=2, schedule="v-min", virtual_stages=2, zero=2, sequence_parallel=False, tp=2),
+    Layout(tp=2),  # matmuls add to sums
+    Layout(pp=2, tp=2, schedule="zb-h1"),
 ]
 ON_DISK = [
     Layout(pp=2, dp_shard=2, zero=3, recompute="full", offload="disk"),

@@ -3,7 +3,8 @@
 Sizes are those of sizes.py, and liveness.py says when they come and go.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2.liveness import BackwardWalk, Steps
@@ -11,6 +12,7 @@ from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.tape import SizedEntry
 
+_NONE: Mapping[str, float] = MappingProxyType({})
 _A, _G, _L = MemoryKind.ACTIVATIONS, MemoryKind.GRADIENTS, MemoryKind.LOGITS
 
 
@@ -21,15 +23,30 @@ class WeightGradients(NamedTuple):
     """Bytes of each weight's gradient, in the compute format."""
     pile_up: bool
     """Whether they stay until the unit's backward is over."""
+    summed: Mapping[str, float] = _NONE
+    """Bytes of a sum that begins, for each weight whose matmul adds to the sum; 0 where it is there."""
+
+    @classmethod
+    def of(cls, units: "Iterable[WeightGradients]") -> "WeightGradients":
+        """Gradients of several units together, of which one step says whether they stay."""
+        own = [*units]
+        num_bytes = {name: size for each in own for name, size in each.num_bytes.items()}
+        return cls(num_bytes, own[0].pile_up, {name: size for each in own for name, size in each.summed.items()})
 
     def come(self, weights: Iterable[str]) -> Steps:
         """Changes of held bytes when the gradients of some weights arrive, by their names."""
-        sizes = [self.num_bytes.get(name, 0.0) for name in weights]
-        return [(_G, size) for size in sizes] if self.pile_up else [(_G, s) for size in sizes for s in (size, -size)]
+        steps: Steps = []
+        for name in weights:
+            if name in self.summed:
+                steps.append((_G, self.summed[name]))
+                continue
+            size = self.num_bytes.get(name, 0.0)
+            steps += [(_G, size)] if self.pile_up else [(_G, size), (_G, -size)]
+        return steps
 
     @property
     def left(self) -> float:
-        """Bytes of all gradients that lie there in the end."""
+        """Bytes of all gradients that lie there in the end, beside sums."""
         return sum(self.num_bytes.values()) if self.pile_up else 0.0
 
 

@@ -115,7 +115,7 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
     def sizes(kind: ModelShape, ends_gradients: bool) -> Sizes:
         return Sizes(scenario.kinds.get(kind, scenario), layout, kernels, ends_gradients=ends_gradients)
 
-    make = cache(partial(_Stage, scenario.model, layout, sizes, UnitBytes(scenario, layout)))
+    make = cache(partial(_Stage, scenario.model, layout, sizes, UnitBytes(scenario, layout, kernels)))
     every, is_alike = Recompute.parse(layout.recompute).every or 1, len({*scenario.model.block_kinds}) < 2
     num_first = scenario.model.num_first
 
@@ -412,8 +412,7 @@ class _Stage:
         """
         sharding, reduces = self.sharding, is_last or not self.sharding.sums_late
         for each in self.runs:
-            of_units = [sharding.gradients_of(unit, is_first=is_first) for unit in each.units]
-            weights = WeightGradients({k: v for own in of_units for k, v in own.num_bytes.items()}, of_units[0].pile_up)
+            weights = WeightGradients.of(sharding.gradients_of(unit, is_first=is_first) for unit in each.units)
             yield autograd.weight_backward(each.size, weights).times(each.num_blocks)
         blocks = [unit for each in self.runs for unit in each.num_blocks * each.units]
         for unit in blocks:

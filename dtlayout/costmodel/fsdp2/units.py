@@ -38,7 +38,9 @@ from dtlayout.costmodel.scenario import (
 )
 from dtlayout.models.families import describe
 from dtlayout.models.weight import Weight
+from dtlayout.plans.plan import has_sums, sums_in_blocks, sums_in_head
 from dtlayout.spec.base_format import BASE_FORMATS, SCALE
+from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import ALIGNMENT, BYTES
@@ -66,6 +68,10 @@ class Unit:
     """Names of the weights of a quantized base that are codes, of a byte each; all others are numbers."""
     scaled: frozenset[str] = frozenset()
     """Names of the weights that are gathered in fp8."""
+    summed: frozenset[str] = frozenset()
+    """Names of the weights whose matmul may add their gradient to the sum over microbatches, the head's among them."""
+    tied: int = 0
+    """Parameters of the stage's embedding, where it has its weight from the unit's head."""
 
     @classmethod
     def of(
@@ -75,6 +81,7 @@ class Unit:
         ep: int = 1,
         *,
         partial: int = 0,
+        tied: int = 0,
         keeps_stacks: bool = False,
         base: str = "compute",
         scales: bool = False,
@@ -85,7 +92,7 @@ class Unit:
         of `Precision`: a weight that it quantizes is codes and scales. With `scales` weights that multiply in fp8 are
         gathered so.
         """
-        few_bits, codes, scaled = BASE_FORMATS.get(base), set[str](), set[str]()
+        few_bits, codes, scaled, summed = BASE_FORMATS.get(base), set[str](), set[str](), set[str]()
         shapes, of_experts, roles = dict[str, Shape](), set[str](), dict[str, Role]()
         for weight in (each for each in weights if not each.is_counter):
             shape = weight.local_shape(tp, ep)
@@ -102,7 +109,11 @@ class Unit:
                 scaled.add(weight.name)
             if weight.trains:
                 roles[weight.name] = weight.role
-        return cls(shapes, partial, frozenset(of_experts), roles, frozenset(codes), frozenset(scaled))
+            if weight.is_summed or (weight.trains and weight.role == "head"):
+                summed.add(weight.name)
+        return cls(
+            shapes, partial, frozenset(of_experts), roles, frozenset(codes), frozenset(scaled), frozenset(summed), tied
+        )
 
     @property
     def is_nested(self) -> bool:
@@ -115,7 +126,8 @@ class Unit:
         if self.roles.keys() == self.weights.keys():
             return self
         shapes = {name: self.weights[name] for name in self.roles}
-        return Unit(shapes, self.partial if shapes else 0, self.of_experts & shapes.keys(), self.roles)
+        partial, of_experts = self.partial if shapes else 0, self.of_experts & shapes.keys()
+        return Unit(shapes, partial, of_experts, self.roles, summed=self.summed, tied=self.tied if shapes else 0)
 
     def shard_sizes(self, shards: int, expert_shards: int) -> list[int]:
         """Parameters of each weight's largest shard: rows are split over the ranks."""
@@ -165,7 +177,10 @@ def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bo
     embedding = Unit.of(description.before_blocks, tp, partial=whole_table) if has_embedding else None
     head = Unit.of([*beside, description.head], tp) if has_head else None
     if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
-        return StageUnits(None, None, Unit.of([description.head, *beside, *description.beside_embedding], tp))
+        tied = prod(description.embedding.local_shape(tp))
+        return StageUnits(
+            None, None, Unit.of([description.head, *beside, *description.beside_embedding], tp, tied=tied)
+        )
     if model.tied_embeddings:
         return StageUnits(None, None, head or embedding)
     return StageUnits(embedding, head, None)
@@ -203,7 +218,7 @@ def block_units(
 class UnitBytes:
     """Bytes that FSDP2 holds to gather and reduce the units of one layout."""
 
-    def __init__(self, scenario: Scenario, layout: Layout):
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
         """Formats from the scenario, ZeRO stage and degrees from the layout."""
         formats = scenario.precision
         self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
@@ -223,6 +238,10 @@ class UnitBytes:
         """Whether gradients are whole until the last backward although the stage of ZeRO shards them."""
         self.sums_late = layout.zero == 1 or self.adds_up_whole or (self.is_hybrid and layout.splits_backward)
         """Whether gradients are whole until the last backward."""
+        adds = features.adds_in_matmuls and has_sums(layout) and layout.num_microbatches(scenario.batch) > 1
+        self.sums_in_blocks = adds and sums_in_blocks(layout, formats)
+        self.sums_in_head = adds and sums_in_head(scenario.model, kernels)
+        """Whether matmuls add weight gradients to the sum over microbatches."""
         self.in_place = features.computes_in_place and not self.copies_masters
         """Whether a rank with all of the state computes with what needs no cast where it lies."""
         self.frozen_whole = leaves_frozen_whole(scenario, layout)
@@ -369,13 +388,23 @@ class UnitBytes:
         num_bytes = {name: float(self.compute * prod(shape)) for name, shape in trained.weights.items()}
         if trained.partial:
             num_bytes = dict.fromkeys(num_bytes, float(self.compute * trained.partial))
+        sums = {name: self.reduce * float(prod(trained.weights[name])) for name in self._find_summed(trained)}
+        num_bytes = {name: size for name, size in num_bytes.items() if name not in sums}
+        if trained.tied and self.description.head.name in sums:  # which the sum takes up with the unit's others
+            num_bytes[self.description.embedding.name] = float(self.compute * trained.tied)
         adds_at_once = self.sums_late and not is_first and self.compute == self.reduce
-        return WeightGradients(num_bytes, pile_up=not adds_at_once)
+        sums = sums if is_first else dict.fromkeys(sums, 0.0)
+        return WeightGradients(num_bytes, pile_up=not adds_at_once, summed=sums)
+
+    def _find_summed(self, unit: Unit) -> set[str]:
+        """Names of a unit's weights whose matmuls add to the sum of their gradients."""
+        head = self.description.head.name
+        return {name for name in unit.summed if (self.sums_in_head if name == head else self.sums_in_blocks)}
 
     def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
         """The embedding's weight gradient; where a head in the same stage is tied to it, it is added to that one's."""
         embedding = self.description.embedding
-        if embedding.name in unit.weights or not embedding.trains:
+        if embedding.name in unit.weights or not embedding.trains or (unit.tied and self.sums_in_head):
             return self.gradients_of(unit, is_first=is_first)
         numel = embedding.numel if self.sums_embedding else prod(embedding.local_shape(self.tp))
         return WeightGradients({embedding.name: float(self.compute * numel)}, pile_up=False)
@@ -388,10 +417,11 @@ class UnitBytes:
     def add_up(self, unit: Unit, *, is_first: bool) -> Phase:
         """A unit's gradients become whole ones in the reduce format, or are added to these."""
         weights = self.gradients_of(unit, is_first=is_first)
-        if not is_first or not weights.num_bytes:
+        if not is_first or not weights.num_bytes:  # sums are there
             return changes((_G, -weights.left))
-        accumulated = self._accumulated(unit)
-        last = 0.0 if self.compute == self.reduce else list(weights.num_bytes.values())[-1]
+        accumulated = self._accumulated(unit) - sum(weights.summed.values())
+        copied = [size for name, size in weights.num_bytes.items() if name in unit.weights]
+        last = 0.0 if self.compute == self.reduce or not copied else copied[-1]
         return changes((_G, accumulated - weights.left + last), (_G, -last))  # one by one they become copies
 
     def _accumulated(self, unit: Unit) -> float:
