@@ -10,7 +10,8 @@ import torch
 from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import dtlayout.ops.scaled_groups  # noqa: F401  (it registers an operator, and so does what it imports)
+import dtlayout.ops.scaled_groups  # it registers an operator, and so does what it imports
+import dtlayout.ops.weight_sum  # noqa: F401  (so does this)
 from dtlayout.measure.storages import each_tensor
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul, Pass
 
@@ -67,6 +68,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
     aten._scaled_mm: (0, 1), aten._grouped_mm: (0, 1), torch.ops.dtlayout.grouped_mm: (0, 1),
+    torch.ops.dtlayout.add_product: (1, 2),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
 """Operator → indices of the two arguments that are multiplied. The rows of all experts count as if they shared one
@@ -86,14 +88,15 @@ _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 """Operators that read only as many bytes of their first argument as they return."""
 _SCATTERS = {aten.scatter_, aten.scatter_add_, aten.index_put_, aten.index_add_}
 """Operators that write only as many bytes of their first argument as their other arguments have."""
-_UNWRITTEN = {aten._fused_adamw_: "grads"}
-"""Operator → argument that is written by its schema, but really only when gradients are scaled, which we don't do."""
+_UNWRITTEN = {aten._fused_adamw_: "grads", aten._fused_sgd_: "grads"}
+"""Operator → argument that is written by its schema, but really only where the update divides gradients."""
 
 
 def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     given = bind(func, args, kwargs)
     packet = func.overloadpacket
-    names = [name for name in _written_names(func) if name != _UNWRITTEN.get(packet)]
+    unwritten = _UNWRITTEN.get(packet) if given.get("grad_scale") is None else None
+    names = [name for name in _written_names(func) if name != unwritten]
     written = list(each_tensor([given.get(name) for name in names]))
     known = {id(tensor.untyped_storage()) for tensor in each_tensor(given)}
     made = [tensor for tensor in each_tensor(result) if id(tensor.untyped_storage()) not in known]

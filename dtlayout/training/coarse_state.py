@@ -44,7 +44,10 @@ class CoarseAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; none, and no moment, where `found_inf` on the device is 1."""
+        """Update all parameters that have a gradient; none, and no moment, where `found_inf` on the device is 1.
+
+        Gradients are divided by `grad_scale`, if there is one.
+        """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -64,6 +67,7 @@ class CoarseAdamW(torch.optim.Optimizer):
             settings: dict[str, Any] = {
                 "lr": group["lr"], "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"],
                 "weight_decay": group["weight_decay"], "amsgrad": False, "maximize": False, "found_inf": found_inf,
+                "grad_scale": getattr(self, "grad_scale", None),
             }  # fmt: skip
             if _takes_all_formats(values[0]):
                 torch._fused_adamw_(values, slopes, exp_avgs, exp_avg_sqs, [], steps, **settings)

@@ -30,12 +30,18 @@ def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
     return total
 
 
+def find_divisor(norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> Tensor:
+    """The number by which all gradients are divided: their `loss_scale`, and what brings their global `norm`, that of
+    the divided ones, down to `max_norm`."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0) * loss_scale
+
+
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
     """Divide all gradients by the `loss_scale` that they have, and scale them so that their global `norm` is at most
     `max_norm`; `norm` is that of the divided ones."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     if gradients:
+        scale = find_divisor(norm, max_norm, loss_scale).reciprocal()
         torch._foreach_mul_(gradients, scale.to(gradients[0]))  # which may lie on the host
 
 

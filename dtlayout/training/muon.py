@@ -98,7 +98,10 @@ class ShardedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters, or none where `found_inf` says so: [Note: a step that is left out]."""
+        """Update all parameters, or none where `found_inf` says so: [Note: a step that is left out].
+
+        Gradients are divided by `grad_scale`, if there is one.
+        """
         found_inf = getattr(self, "found_inf", None)
         is_left_out = None if found_inf is None else found_inf.reshape(()) > 0
         directions = dict[nn.Parameter, Tensor]()
@@ -121,6 +124,8 @@ class ShardedMuon(torch.optim.Optimizer):
         kept = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         pairs = zip(parameters, kept, strict=True)
         gradients = [torch.zeros_like(buffer) if p.grad is None else local_part(p.grad) for p, buffer in pairs]
+        if (divisor := getattr(self, "grad_scale", None)) is not None:
+            torch._foreach_div_(gradients, divisor)
         if is_left_out is not None:
             for gradient in gradients:
                 gradient.masked_fill_(is_left_out, -0.0)

@@ -94,6 +94,7 @@ class JointOptimizer(torch.optim.Optimizer):
         for each in optimizers:
             if self._step_supports_amp_scaling:
                 each.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
+                each.grad_scale = getattr(self, "grad_scale", None)  # type: ignore[attr-defined]
             each.step()
 
 

@@ -7,6 +7,11 @@ GradScaler, that leaves everything as it is, their count of steps too. So the ho
 without that flag the host waits for the numbers before it launches the update. Limits for a finite loss or norm work
 the same way: host and device compare the same fp64 numbers with them.
 
+[Note: clipping without a pass]
+A pass that multiplies all gradients reads and writes 8 bytes for each parameter, also where nothing is clipped.
+GradScaler has fused optimizers divide each gradient by a number on the device while they read it. It is a number in
+fp32, so parameters in fp64 are clipped by a pass.
+
 [Note: a loss that is scaled]
 fp16 has no number below 6e-8, so gradients are computed of the loss times a factor. The last stage divides its loss by
 so many targets fewer; routers divide theirs by the same. So all gradients of all stages have that factor, and no kernel
@@ -30,7 +35,7 @@ from dtlayout.pipelining.tied import sum_tied_gradients
 from dtlayout.spec.batch import IGNORED
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.training.balance import Balance
-from dtlayout.training.gradients import clip_gradients, local_squared_norm
+from dtlayout.training.gradients import clip_gradients, find_divisor, local_squared_norm
 from dtlayout.training.result import NO_LIMITS, StepLimits, StepResult
 from dtlayout.training.transfer import OnHost
 
@@ -82,6 +87,8 @@ class TrainStep:
         self.counted = [
             p for name, p in named if name not in model.aliases
         ]  # where one stage holds both ends, they are one
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.divides_in_update = fused and all(p.dtype != torch.float64 for p in self.counted)
         self.reads_numbers = True  # a dry run has none, and updates whatever they are
         self.num_copies = mesh[PP].size() * mesh[TP].size()  # ranks that have the same tokens
 
@@ -128,18 +135,28 @@ class TrainStep:
             numbers, self.balance, loss_scale
         )  # before the update, for which who waits for them need not wait
         norm = numbers[1].sqrt()
-        clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm, scale)
-        is_fine = self._update(launched, numbers[0], norm, limits)
+        divisor = None
+        if self.divides_in_update:
+            divisor = find_divisor(norm, self.max_norm, scale)
+        else:
+            clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm, scale)
+        is_fine = self._update(launched, numbers[0], norm, limits, divisor)
         self.balance.move_biases(numbers[_NUM_NUMBERS:], is_fine)
         self.optimizer.zero_grad()
         return launched
 
-    def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: StepLimits) -> Tensor:
-        """Launch the optimizer's step, which may change nothing; whether it does: [Note: no update without numbers]."""
+    def _update(
+        self, launched: Launched, loss: Tensor, norm: Tensor, limits: StepLimits, divisor: Tensor | None
+    ) -> Tensor:
+        """Launch the optimizer's step, which may change nothing; whether it does: [Note: no update without numbers].
+
+        With a `divisor` the update divides the gradients by it, [Note: clipping without a pass].
+        """
         is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             place = self.counted[0].device if self.counted else None  # the optimizer's, which may be the host
             self.optimizer.found_inf = is_fine.logical_not().to(place, torch.float32)  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if divisor is None else divisor.to(place, torch.float32)  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not self.reads_numbers or ((found := launched.wait()).is_finite and not found.exceeds(limits)):
             self.optimizer.step()

@@ -114,6 +114,11 @@ def test_fused_adam_reads_four_tensors_and_writes_three():
         optimizer.step()
     moved = max(each.moved_bytes for each in listing.found if isinstance(each, Pass))
     assert moved == pytest.approx(7 * 4096, rel=0.01)
+    optimizer.grad_scale = torch.ones(())  # type: ignore[attr-defined]
+    with Listing() as listing:
+        optimizer.step()
+    moved = max(each.moved_bytes for each in listing.found if isinstance(each, Pass))
+    assert moved == pytest.approx(8 * 4096, rel=0.01), "an update that divides gradients writes them"
 
 
 def test_a_counter_adds_up_by_label():

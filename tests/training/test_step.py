@@ -8,17 +8,21 @@ from parity import Case, make_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtlayout.mesh.parts import local_part
 from dtlayout.spec.batch import IGNORED
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD, AdamW, Muon
+from dtlayout.spec.precision import Precision
 from dtlayout.training import step, transfer
 from dtlayout.training.build import assemble
-from dtlayout.training.optimizer import build_optimizer
+from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
 from dtlayout.training.transfer import OnHost, send_to_device
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeypatch):
+@pytest.mark.parametrize("params", ["float64", "float32"])
+def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeypatch, params):
     done: list[str] = []
 
     class Recorded(OnHost):
@@ -30,7 +34,7 @@ def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeyp
             done.append("wait")
             return super().wait()
 
-    case = Case(Layout())
+    case = Case(Layout(), precision=Precision(params=params, compute=params, reduce=params))
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
     optimizer.register_step_pre_hook(lambda *_: done.append("update"))
@@ -39,10 +43,43 @@ def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeyp
     train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=case.model)
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
     launched = train_step.launch(tokens, targets, stop=True)
-    assert done == ["numbers leave", "clip", "update"]
+    assert done == ["numbers leave", *["clip"] * (params == "float64"), "update"]
     result = launched.wait()
-    assert done[3:] == ["wait"]
+    assert done[-1:] == ["wait"] and done.count("wait") == 1
     assert result.is_finite and result.stop_requested and result.loss > 0
+
+
+OPTIMIZERS = {
+    "adamw": AdamW(lr=0.01),
+    "moments in bf16": AdamW(lr=0.01, state_format="bfloat16", beta2=0.95),
+    "sgd": SGD(lr=0.01),
+    "muon": Muon(lr=0.01),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_updates_that_divide_gradients_clip_as_a_pass_does(optimizer, loss_scale):
+    case = Case(Layout(), precision=Precision(params="float32", compute="float32", reduce="float32"))
+    found = []
+    for divides in (True, False):
+        assembly = assemble(
+            case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu"
+        )
+        built = build_optimizer(assembly.modules, case.model, optimizer)
+        set_learning_rate(built, optimizer.lr)
+        train_step = TrainStep(assembly.runtime, built, max_norm=1.0, mesh=assembly.mesh, model=case.model)
+        assert train_step.divides_in_update == getattr(built, "_step_supports_amp_scaling", False)
+        train_step.divides_in_update = train_step.divides_in_update and divides
+        before = [local_part(p).detach().clone() for p in assembly.modules[0].parameters()]
+        for number, train_step.max_norm in enumerate((1e6, 0.05)):  # the first step is not clipped
+            tokens, targets = (each.roll(number, 1) for each in make_tokens(case.batch, case.model.vocab_size))
+            train_step.launch(tokens, targets, loss_scale=loss_scale).wait()
+        after = [local_part(p).detach() for p in assembly.modules[0].parameters()]
+        found.append([mine - other for mine, other in zip(after, before, strict=True)])
+    for mine, other in zip(*found, strict=True):
+        assert (mine - other).norm() <= 0.01 * other.norm()  # moments in bf16 are rounded, and Muon iterates in it
 
 
 @pytest.mark.usefixtures("one_rank")
