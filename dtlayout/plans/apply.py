@@ -186,10 +186,10 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
 
 
 def compile_rest(module: nn.Module, compile: Compile, options: Mapping[str, Any] | None = None) -> None:
-    """Compile the loss or the whole, in place; `options` are arguments of torch.compile."""
+    """Compile the loss, beside blocks too, or the whole, in place; `options` are arguments of torch.compile."""
     if compile == "model":
         module.compile(**options or {})
-    if compile == "loss":
+    if compile in ("loss", "blocks"):
         for head in (part for part in module.modules() if isinstance(part, Head)):
             head.token_losses = torch.compile(head.token_losses, **options or {})
 

@@ -42,8 +42,8 @@ class Kernels:
     """Matmuls of experts: one operation of PyTorch for all of them (grouped), or one matmul after the other (loop),
     which alone multiplies in `precision.matmuls`. Without effect in a model without experts."""
     compile: Compile = "none"
-    """Parts that torch.compile compiles: each block by itself (blocks), the loss (loss), or a whole pipeline stage
-    (model)."""
+    """Parts that torch.compile compiles: each block by itself and the loss (blocks), the loss (loss), or a whole
+    pipeline stage (model)."""
     compile_mode: CompileMode = "default"
     """`mode` of torch.compile. reduce-overhead and max-autotune record CUDA graphs, whose memory is not predicted."""
     compile_fullgraph: bool = False
