@@ -161,6 +161,9 @@ class TrainConfig(Ranged, section="train"):
     number. A step whose gradients overflow updates nothing and halves the factor, down to 1."""
     loss_scale_steps: int = ranged("must be at least 1", 2000)
     """Steps in a row without an overflow after which the loss's factor doubles."""
+    collect_every: int = ranged("must not be negative", 50)
+    """Steps after which all ranks collect Python's garbage at once; in between none does. 0 leaves it to Python, which
+    stops each rank at another moment, while the others wait."""
     deterministic: bool = False
     """Whether CUDA runs only kernels that give the same bits each time, which are slower. A CPU always does so."""
     force: bool = False
@@ -222,6 +225,11 @@ class CheckpointConfig(Ranged, section="checkpoint"):
     export: bool = False
     """Whether the weights of a run that is done are also written to RUN/hf, a Hugging Face folder in the compute
     format; of a run with [adapter] that is the adapter alone, a PEFT folder."""
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whether checkpoints are written while training goes on, from a copy of the state."""
+        return self.save and self.background and self.every > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from dtlayout.costmodel.memory import (
 from dtlayout.costmodel.offload import (
     RankParameters,
     copied_s,
+    copied_state_bytes,
     host_bytes,
     host_capacity_bytes,
     on_disk_s,
@@ -200,6 +201,10 @@ class Estimator:
             return ()
         parameters = self._count_parameters(layout)
         return tuple(state_on_disk_bytes(self.scenario, layout, *own) for own in parameters)
+
+    def copied_state_bytes(self, layout: Layout) -> tuple[float, ...]:
+        """Bytes of each pipeline rank's copy of its state, from which a checkpoint is written beside the training."""
+        return tuple(copied_state_bytes(self.scenario, layout, *own) for own in self._count_parameters(layout))
 
     def on_disk_s(self, layout: Layout) -> float:
         """Seconds of a step in which a rank's disk reads and writes, hidden or not."""

@@ -92,6 +92,15 @@ def state_on_disk_bytes(
     return _kept_bytes(scenario, layout, num_parameters, apart, of_experts) if layout.has_state_on_disk else 0.0
 
 
+def copied_state_bytes(
+    scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart = NONE_APART, of_experts: float = 0.0
+) -> float:
+    """Bytes of the copy of a rank's state that is saved while training goes on; a state on disk is not copied."""
+    if layout.has_state_on_disk:
+        return 0.0
+    return _trained_bytes(scenario, layout, num_parameters, apart, of_experts, keeps_state=True)
+
+
 def _kept_bytes(scenario: Scenario, layout: Layout, num_parameters: float, apart: Apart, of_experts: float) -> float:
     """Bytes of a rank's state from step to step: masters, frozen parameters and the optimizer's state."""
     trained = _trained_bytes(scenario, layout, num_parameters, apart, of_experts, keeps_state=True)

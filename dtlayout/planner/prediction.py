@@ -9,7 +9,7 @@ from dtlayout.base.formatting import GIB, choose_unit, format_bytes, plural, thr
 from dtlayout.base.mapped_file import find_free_bytes
 from dtlayout.config.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
+from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, Estimator, estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario, fullest_share
 from dtlayout.planner.explain import Change, explain
 from dtlayout.records.intervals import find_intervals
@@ -72,18 +72,26 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
 
 
 def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_ranks: int, host_bytes: int) -> None:
-    """InvalidLayout if `num_ranks` CPU ranks of one host need more than its memory; `train.force` lets all pass."""
+    """InvalidLayout if `num_ranks` ranks of one host need more than its memory; `train.force` lets all pass.
+
+    A rank needs what its layout keeps there, and the copy of its state from which checkpoints are written; on a CPU
+    also what a GPU would have in its own memory.
+    """
     predicted = predict(config, layout, gpu)
-    if predicted is None or config.train.force:
+    if predicted is None or gpu is None or config.train.force:
         return
-    # On a CPU, a rank and its host share one memory.
-    needed_bytes = predicted.peak_bytes + max(predicted.host_bytes, default=0.0)
+    needed_bytes, ways = max(predicted.host_bytes, default=0.0), ["more hosts"]
+    if gpu.device_type == "cpu":
+        needed_bytes, ways = needed_bytes + predicted.peak_bytes, ["a smaller model or batch or more hosts"]
+    if config.checkpoint.is_in_background:
+        copies = Estimator(own_scenario(config, layout.world_size, gpu)).copied_state_bytes(layout)
+        needed_bytes, ways = needed_bytes + max(copies), [*ways, "--checkpoint.background=false"]
     if num_ranks * needed_bytes <= host_bytes:
         return
     raise InvalidLayout(
-        f"layout {layout} is predicted to need {needed_bytes / GIB:,.1f} GiB on pipeline rank "
-        f"{predicted.busiest_rank}, {num_ranks} ranks of which share the {host_bytes / GIB:,.1f} GiB of this host; use "
-        f"a smaller model or batch or more hosts, or --train.force=true to try it anyway"
+        f"layout {layout} is predicted to need {needed_bytes / GIB:,.1f} GiB of its host's memory for a rank, "
+        f"{num_ranks} of which share the {host_bytes / GIB:,.1f} GiB of this host; use {' or '.join(ways)}, or "
+        f"--train.force=true to try it anyway"
     )
 
 

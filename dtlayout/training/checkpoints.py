@@ -47,8 +47,7 @@ class Checkpoints:
         limits = config.train.timeout_s + SPARE_S, config.checkpoint.timeout_s + SPARE_S
         self.host = open_host_group(*limits)
         settings = config.checkpoint
-        in_background = settings.save and settings.background and settings.every > 0
-        self.background = open_host_group(*limits) if in_background else None
+        self.background = open_host_group(*limits) if settings.is_in_background else None
         self.saving: Saving | None = None
         self.planner = RepeatedPlanner()
         self.saved = 0

@@ -11,6 +11,9 @@ from dtlayout.spec.cluster import Gpu
 from dtlayout.spec.device import Device, describe_cpu, describe_gpu
 from dtlayout.spec.kernel_table import find_packages
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the allocator's settings: the name that torch wants, and the one that it still reads."""
+
 
 def repeat_bits(wanted: str) -> None:
     """Allow only deterministic kernels on CUDA, if a run with this `train.device` uses it; a CPU needs nothing.
@@ -42,9 +45,19 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
         return replace(describe_cpu(known), packages=find_packages())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     _check_gpus(local_rank)
+    grow_segments()
     torch.cuda.set_device(local_rank)
     device = describe_gpu(torch.cuda.get_device_name(), known, torch.cuda.get_device_capability())
     return replace(device, packages=find_packages())
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator grow its segments, so that freed memory of one size serves another; before CUDA starts.
+
+    What the environment says stays, under either name that torch reads.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def _check_gpus(local_rank: int) -> None:

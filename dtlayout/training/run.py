@@ -4,6 +4,7 @@ Everything else that happens after a step, from validation to checkpoints, is an
 them, in order, is `make_observers` (observers/order.py).
 """
 
+import gc
 import os
 import sys
 import time
@@ -156,6 +157,7 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
             for observer in observers:
                 observer.at_end(exit_code, done)
     finally:
+        gc.enable()  # observers/garbage.py
         records.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
     folder.look()
     records.report(exit_code, done, trainer.spikes.found)

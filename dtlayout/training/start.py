@@ -65,8 +65,7 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
     refuse_hopeless(known, layout, device.gpu)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     refuse_full_disk(known, layout, device.gpu, num_local)
-    if device.type == "cpu":
-        refuse_beyond_host(known, layout, device.gpu, num_local, find_host_bytes())
+    refuse_beyond_host(known, layout, device.gpu, num_local, find_host_bytes())
     return device, chosen
 
 

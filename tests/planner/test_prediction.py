@@ -13,7 +13,7 @@ from tiny import SHAPE
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
-from dtlayout.config.sections import ClusterConfig, DataConfig, TrainConfig
+from dtlayout.config.sections import CheckpointConfig, ClusterConfig, DataConfig, TrainConfig
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.counting import count_parameters
@@ -162,8 +162,24 @@ def test_what_the_ranks_of_a_host_need_together_is_refused_where_it_has_less():
     peak = predict(make_config(), layout, cpu).peak_bytes
     refuse_beyond_host(make_config(), layout, cpu, 4, int(4 * peak) + 1)
     refuse_beyond_host(make_config(force=True), layout, cpu, 4, 1)
-    with pytest.raises(InvalidLayout, match=r"on pipeline rank 0, 5 ranks of which share the [\d.]+ GiB of this host"):
+    with pytest.raises(InvalidLayout, match=r"for a rank, 5 of which share the [\d.]+ GiB of this host; use a smaller"):
         refuse_beyond_host(make_config(), layout, cpu, 5, int(4 * peak) + 1)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=8), Layout(dp_shard=8, zero=3, offload="optimizer")], ids=str)
+def test_beside_gpus_the_host_has_what_is_offloaded_and_the_copy_that_is_saved(layout):
+    config = make_config()
+    saved = replace(config, checkpoint=CheckpointConfig(every=1))
+    assert saved.checkpoint.is_in_background and not config.checkpoint.is_in_background
+    state_bytes = 12 * count_parameters(config.model) / 8  # masters and two moments in fp32, of an eighth of the model
+    held_bytes = max(predict(config, layout, A100).host_bytes, default=0.0)
+    for setting, needed_bytes in ((config, held_bytes), (saved, held_bytes + state_bytes)):
+        refuse_beyond_host(setting, layout, A100, 8, int(8.1 * needed_bytes))
+        if needed_bytes:
+            with pytest.raises(InvalidLayout, match=r"GiB of its host's memory for a rank, 8 of which share"):
+                refuse_beyond_host(setting, layout, A100, 8, int(7.9 * needed_bytes))
+    with pytest.raises(InvalidLayout, match=r"use more hosts or --checkpoint.background=false, or --train.force"):
+        refuse_beyond_host(saved, layout, A100, 8, 0)
 
 
 def test_a_disk_that_has_less_than_the_ranks_of_a_host_need_together_is_refused(tmp_path, monkeypatch):

@@ -67,6 +67,17 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_and_the_peak_of_its_name(taken, 
     assert found.packages == find_packages() and taken == [3]
 
 
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}])
+def test_the_allocators_segments_grow_unless_the_environment_says_something_else(taken, monkeypatch, own):
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    monkeypatch.setattr(os, "environ", kept | own)
+    open_device("cpu", None)
+    assert {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name} == own
+    open_device("cuda", None)
+    said = {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name}
+    assert said == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 def test_deterministic_kernels_are_asked_for_on_cuda_alone(monkeypatch):
     asked: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)

@@ -1,5 +1,6 @@
 """What a run refuses after it has been built."""
 
+import gc
 import math
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -28,6 +29,7 @@ from dtlayout.training.metrics import Summary, read_summary, write_summary
 from dtlayout.training.observer import Observer
 from dtlayout.training.observers import order
 from dtlayout.training.observers.folder import FolderObserver
+from dtlayout.training.observers.garbage import GarbageObserver
 from dtlayout.training.observers.validation import ValidationObserver
 from dtlayout.training.result import StepResult
 from dtlayout.training.spikes import SpikeDetector
@@ -220,12 +222,13 @@ def play(
     spikes: SpikesConfig = USUAL,
     stops_in_validation: bool = False,
     has_peaks: bool = True,
+    collect_every: int = 0,
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps with its observers, all of whose parts take seconds of their own."""
     clock = Clock()
     config = SimpleNamespace(
         validation=SimpleNamespace(every=validated, at_start=False), count_held_out_batches=lambda _: 1,
-        train=SimpleNamespace(steps=3, on_nonfinite="skip" if skips else "stop"),
+        train=SimpleNamespace(steps=3, on_nonfinite="skip" if skips else "stop", collect_every=collect_every),
         metrics=SimpleNamespace(memory_every=9, memory=False, timeline=False),
         checkpoint=SimpleNamespace(every=every, save=bool(every)), optimizer=None, model=None,
     )  # fmt: skip
@@ -274,6 +277,24 @@ def test_the_next_batch_is_asked_for_while_the_device_works_and_each_second_coun
     step_s = FETCH_S + LAUNCH_S + WAIT_S
     assert times_s == [FETCH_S + step_s, step_s + NOTE_S, step_s - FETCH_S + NOTE_S + UPDATE_S]
     assert sum(times_s) == clock.now_s - NOTE_S  # the last one's, after all steps
+
+
+def test_garbage_is_collected_after_every_so_many_steps(monkeypatch):
+    collected: list[int] = []
+    monkeypatch.setattr("dtlayout.training.observers.garbage.gc.collect", collected.append)
+    play(monkeypatch, [FINE] * 3, collect_every=2)
+    assert collected == [1]
+
+
+def test_between_steps_python_collects_nothing_by_itself():
+    observer = GarbageObserver(50)
+    try:
+        observer.at_start()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    GarbageObserver(0).at_start()
+    assert gc.isenabled()
 
 
 def test_no_step_is_measured_where_that_would_change_its_bits(monkeypatch):

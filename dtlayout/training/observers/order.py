@@ -15,6 +15,7 @@ from dtlayout.training.checkpoints import Checkpoints
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.observer import OBSERVERS, Observer
 from dtlayout.training.observers.folder import FolderObserver
+from dtlayout.training.observers.garbage import GarbageObserver
 from dtlayout.training.observers.kernels import KernelObserver
 from dtlayout.training.observers.loss_scale import LossScaleObserver
 from dtlayout.training.observers.memory import MemoryObserver, PeakObserver
@@ -87,6 +88,7 @@ def make_observers(
         SpikeObserver(trainer, checkpoints, records),
         LossScaleObserver(trainer, records),
         SaveObserver(trainer, checkpoints, records),
+        GarbageObserver(config.train.collect_every),
         *_make_registered(trainer, records, steps),
     ]
 
