@@ -26,7 +26,7 @@ WITH_TORCH = [  # modules or folders that may import torch; all others plan, pre
     "ops.*", "models.adapted", "models.llama", "models.feed_forward", "tracing.*", "measure.*", "mesh.build",
     "mesh.parts", "plans.apply", "plans.cast_gather", "plans.collectives", "plans.context", "plans.attention_tiles",
     "plans.disk", "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap",
-    "plans.quantize", "plans.scale", "plans.styles",
+    "plans.quantize", "plans.scale", "plans.styles", "plans.weight_sums",
     "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
     "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "api.pieces",
     "__main__", "cli", "launch",

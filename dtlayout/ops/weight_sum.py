@@ -30,7 +30,7 @@ from dtlayout.ops.linear import Delay, make_at_once
 
 
 class SumOwner(Protocol):
-    """Where the gradient of a weight is added up."""
+    """Holder of the sum of a weight's gradients."""
 
     def add(self, gradient_TN: Tensor, x_TD: Tensor) -> None:
         """Add the product of these to the gradient of the weight [N, D]."""

@@ -109,8 +109,8 @@ class Kernel:
     """Number formats in which it computes on a CPU; empty if it does not run there."""
     cuda: tuple[Format, ...] = EVERY_FORMAT
     """Number formats in which it computes on CUDA. A kernel with no format on any device can only be predicted."""
-    capability: int | None = None
-    """First number of the compute capability of the GPUs on which it runs; None for all GPUs."""
+    capabilities: tuple[int, ...] = ()
+    """First numbers of the compute capabilities on which it runs; empty for all GPUs."""
     oldest: int = 0
     """First number of the oldest compute capability on which it runs; 0 for all GPUs."""
     package: Package | None = None
@@ -147,7 +147,8 @@ class Kernel:
     def is_for_others(self, device: Device) -> bool:
         """Whether it is made for another generation of GPUs than that of the device, if this is known."""
         had = device.capability[0] if device.capability else 0  # 0 where it is not known
-        return bool(device.capability) and (self.capability not in (None, had) or 0 < had < self.oldest)
+        is_made_for = not self.capabilities or had in self.capabilities
+        return bool(device.capability) and (not is_made_for or 0 < had < self.oldest)
 
     def is_missing(self, device: Device) -> bool:
         """Whether its package is known to be missing on the device."""
@@ -203,8 +204,8 @@ class AttentionKernel(Kernel):
     """Width of the widest head that it computes on CUDA; None for any width."""
     head_multiple: int = 1
     """Number of which the width of a head must be a multiple on CUDA."""
-    preferred_on: int | None = None
-    """First number of the compute capability of the GPUs on which auto may take it; None for all that it runs on."""
+    preferred_on: tuple[int, ...] = ()
+    """First numbers of the compute capabilities on which auto may take it; empty for all on which it runs."""
     repeats_heads: bool = False
     """Whether keys and values are repeated for every query head before it gets them."""
     keeps_mask: bool = True
@@ -226,7 +227,7 @@ class AttentionKernel(Kernel):
         """Whether auto may take it: it also computes heads of this width, and is known to be fast on this GPU."""
         width, on_cpu = request.head_width, request.device.type == "cpu"
         fits = on_cpu or (width <= (self.widest_head or width) and width % self.head_multiple == 0)
-        is_fast = self.preferred_on is None or request.device.capability[:1] == (self.preferred_on,)
+        is_fast = not self.preferred_on or request.device.capability[:1] in [(each,) for each in self.preferred_on]
         joins = not request.in_parts or bool(self.partial)
         return super().will_do(request) and fits and is_fast and joins
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -41,14 +42,18 @@ def find_packages() -> frozenset[str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is installed here. Only the packages that hold it are imported.
+    """Whether a module is installed here; nothing is imported, the packages that hold it neither.
 
     A folder of the same name, such as ./wandb of other runs, has no origin and does not count.
     """
-    try:
-        spec = find_spec(module)
-    except ImportError:  # the package that a part of it would be in is not here
-        return False
+    top, *parts = module.split(".")
+    spec, name = find_spec(top), top
+    for part in parts:
+        folders = spec.submodule_search_locations if spec else None
+        if not folders:
+            return False
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, folders)
     return spec is not None and spec.origin is not None
 
 
@@ -86,6 +91,7 @@ _FLASH_ATTN_3 = Package(
     "flash_attn_interface",
     "python setup.py install, in the folder hopper of https://github.com/Dao-AILab/flash-attention",
 )
+_FLASH_ATTN_4 = Package("flash_attn.cute", "pip install flash-attn-4")
 _PLAIN = "it needs no package"
 _LIGER = Package("liger_kernel", "pip install 'dtlayout[liger]'")
 
@@ -110,7 +116,8 @@ _KERNELS: tuple[Kernel, ...] = (
     ),
     AttentionKernel(
         name="sdpa-cudnn", cpu=(), cuda=_HALVES, oldest=_AMPERE, backend="CUDNN_ATTENTION", is_repeatable=False,
-        preference=2, reason="the fastest of PyTorch's on Hopper", preferred_on=9, widest_head=128, head_multiple=8,
+        preference=2, reason="the fastest of PyTorch's on Hopper and Blackwell", preferred_on=(9, 10), widest_head=128,
+        head_multiple=8,
         traces=(r"^cudnn_generated_fort_native_sdpa(?!.*bprop)",),
         operators=("aten._scaled_dot_product_cudnn_attention.default",), efficiency="flash3_efficiency",
     ),
@@ -121,10 +128,15 @@ _KERNELS: tuple[Kernel, ...] = (
         efficiency="flash2_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
-        name="fa3", cpu=(), cuda=_HALVES, capability=9, package=_FLASH_ATTN_3, backend="FLASH_ATTENTION", flash="FA3",
-        preference=1, reason="made for Hopper, and its package is here", widest_head=256, offsets=("cuda",),
-        traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS,
+        name="fa3", cpu=(), cuda=_HALVES, capabilities=(9,), package=_FLASH_ATTN_3, backend="FLASH_ATTENTION",
+        flash="FA3", preference=1, reason="made for Hopper, and its package is here", widest_head=256,
+        offsets=("cuda",), traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS,
         efficiency="flash3_efficiency", partial=_FLASH_PARTIAL,
+    ),
+    AttentionKernel(
+        name="fa4", cpu=(), cuda=_HALVES, capabilities=(9, 10), package=_FLASH_ATTN_4, backend="FLASH_ATTENTION",
+        flash="FA4", widest_head=128, offsets=("cuda",), traces=(r"FlashAttentionForwardSm(90|100)",),
+        operators=_FLASH_OPERATORS, efficiency="flash3_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
         name="blockwise", cuda=(), function="dtlayout.ops.blockwise:blockwise_attention", preference=1,

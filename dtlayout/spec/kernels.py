@@ -363,7 +363,7 @@ def _refuse_kernel(kernel: Kernel, request: KernelRequest) -> Refusal:
         return Refusal(key, f"{asked} runs on {there} alone", f"{other} on {here}")
     if kernel.is_for_others(device):
         had = ".".join(map(str, device.capability))
-        able = f"{kernel.oldest} and above" if kernel.capability is None else f"{kernel.capability}"
+        able = " and ".join(map(str, kernel.capabilities)) or f"{kernel.oldest} and above"
         return Refusal(key, f"{asked} runs on compute capability {able}, and this GPU has {had}", other)
     where = " on CUDA" if device.type == "cuda" else ""
     able = " or ".join(f"precision.compute={each}" for each in formats)

@@ -99,7 +99,7 @@ def test_documents_come_as_offsets_to_flash_kernels_on_cuda_and_as_a_mask_to_all
     by_offsets = {
         (kernel.name, device) for kernel in KERNELS for device in ("cpu", "cuda") if not kernel.needs_mask(device)
     }
-    assert by_offsets == {("sdpa-flash", "cuda"), ("flash-attn", "cuda"), ("fa3", "cuda")}
+    assert by_offsets == {("sdpa-flash", "cuda"), ("flash-attn", "cuda"), ("fa3", "cuda"), ("fa4", "cuda")}
 
 
 @on_cpu

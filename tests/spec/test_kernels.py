@@ -3,7 +3,9 @@
 from dataclasses import fields, replace
 from importlib import invalidate_caches
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 from hypothesis import given
@@ -57,7 +59,8 @@ def need(device: Device, **asked) -> KernelRequest:
         ("cuda", (9, 0), "bfloat16", ("flash_attn_interface",), "fa3"),
         ("cuda", (9, 0), "bfloat16", ("flash_attn", "liger_kernel"), "sdpa-cudnn"),
         ("cuda", (8, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
-        ("cuda", (10, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
+        ("cuda", (10, 0), "bfloat16", ("flash_attn_interface", "flash_attn.cute"), "sdpa-cudnn"),
+        ("cuda", (12, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (9, 0), "bfloat16", None, "sdpa-cudnn"),
         ("auto", (), "bfloat16", None, "sdpa-flash"),
@@ -89,7 +92,7 @@ def test_what_was_asked_for_by_name_stays():
 def test_each_choice_is_said_with_its_reason():
     bare = replace(HOPPER, packages=None)
     assert OpenKernels().resolve(need(bare)).describe() == [
-        "attention sdpa-cudnn: the fastest of PyTorch's on Hopper",
+        "attention sdpa-cudnn: the fastest of PyTorch's on Hopper and Blackwell",
         "norm fused: compile fuses it",
         "rope eager: compile fuses it",
         "swiglu eager: compile fuses it",
@@ -303,9 +306,13 @@ def test_a_folder_that_is_called_like_a_package_is_none(tmp_path: Path, monkeypa
 
 def test_looking_for_a_package_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in PACKAGES:
-        (tmp_path / f"{package.module}.py").write_text("raise SystemExit('imported')")
+        for name in accumulate(package.module.split("."), "{}/{}".format):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_packages() == {package.module for package in PACKAGES}
+    rmtree(tmp_path / "flash_attn" / "cute")
+    assert find_packages() == {package.module for package in PACKAGES} - {"flash_attn.cute"}
 
 
 def test_every_extra_of_the_commands_exists():
