@@ -24,7 +24,8 @@ TOP = len(FOLDERS)
 
 WITH_TORCH = [  # modules or folders that may import torch; all others plan, predict and refuse without it
     "ops.*", "models.adapted", "models.llama", "models.feed_forward", "tracing.*", "measure.*", "mesh.build",
-    "mesh.parts", "plans.apply", "plans.cast_gather", "plans.collectives", "plans.context", "plans.attention_tiles",
+    "mesh.opening", "mesh.parts", "plans.apply", "plans.cast_gather", "plans.collectives", "plans.context",
+    "plans.attention_tiles",
     "plans.disk", "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap",
     "plans.quantize", "plans.scale", "plans.styles", "plans.weight_sums",
     "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",

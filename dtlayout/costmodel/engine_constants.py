@@ -81,7 +81,7 @@ class Constants:
     to one in bf16 half of it. In a pass of its own 2 bytes of bf16 are read, and 4 of fp32 read and written."""
     matmul_sum_traffic_bytes: float = _constant(0.0, 0.0, 20.0, "byte/parameter")
     """Moved instead of these where the matmul that makes the gradient adds it to the sum: 4 bytes are read, and 4
-    written where it would write 2 by itself."""
+    written."""
     expert_gradient_traffic_bytes: float = _constant(0.0, 0.0, 40.0, "byte/parameter")
     """Moved in a microbatch's backward for each parameter of experts that a rank has, where gradients are added up."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")

@@ -17,6 +17,8 @@ from dtlayout.spec.recompute import Recompute
 Compile = Literal["none", "blocks", "loss", "model"]
 OpenCompile = Literal["auto", "none", "blocks", "loss", "model"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+RECORDED_MODES: tuple[CompileMode, ...] = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs."""
 AUTO = "auto"
 COMPILE_OPTIONS = ("compile_mode", "compile_fullgraph")
 """Keys that say how torch.compile does its work: no search varies them, and no prediction reads them."""

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.mesh.axes import PP
-from dtlayout.mesh.build import build_expert_mesh, build_mesh, open_reduction_group, token_mesh
+from dtlayout.mesh.build import build_expert_mesh, build_mesh, data_mesh, open_reduction_group, token_mesh
 from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
@@ -36,6 +37,8 @@ class Assembly:
     runtime: Runtime
     sync: list[GradientSync]
     """One for each of the modules."""
+    other_groups: Sequence[dist.ProcessGroup | None] = ()
+    """Groups of a step beside those of the mesh's axes; None for one that this layout has not."""
     disk: DiskState | None = None
     """The state where it lies on disk."""
 
@@ -88,4 +91,7 @@ def assemble(
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
     if kept is not None:
         runtime.before_work = kept.before_work
-    return Assembly(mesh, schedule, slices, modules, runtime, sync, disk)
+    others = [*data_mesh(mesh).get_all_groups(), reduction_group]
+    if experts:
+        others += [experts.ep.get_group(), *experts.shards.mesh.get_all_groups(), experts.shards.reduction_group]
+    return Assembly(mesh, schedule, slices, modules, runtime, sync, others, disk)

@@ -34,6 +34,8 @@ class MemoryMeter:
         tracked = device_type != "cuda"
         self.tracker = StorageTracker(modules, [optimizer], state_on=state_on) if tracked else None
         self.peaks_by_pp_rank: list[int] | None = None
+        self.reserved_bytes: int | None = None
+        """Most bytes that the allocator of any rank had reserved in the last watched step; None on a CPU."""
         self.curve: list[Highest] = []
         """Curve of all steps inside `watch`: the fullest moment of each action that `mark` named."""
         self._marks: list[Highest] = []
@@ -71,16 +73,18 @@ class MemoryMeter:
     def gather_peaks(self, layout: Layout) -> list[int]:
         """The peak of each pipeline rank in the last watched step, bytes: the largest of its ranks.
 
-        A collective; every rank gets the result.
+        Fills `reserved_bytes`. A collective; every rank gets the result.
         """
         if self.tracker is None:
             peak_bytes = max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
+            reserved_bytes = torch.cuda.max_memory_reserved()
         else:
-            peak_bytes = self.tracker.ledger.peak_bytes
-        peaks = torch.zeros(layout.world_size, dtype=torch.int64, device=self.device_type)
-        peaks[dist.get_rank()] = peak_bytes
+            peak_bytes, reserved_bytes = self.tracker.ledger.peak_bytes, 0
+        peaks = torch.zeros(2, layout.world_size, dtype=torch.int64, device=self.device_type)
+        peaks[0, dist.get_rank()], peaks[1, dist.get_rank()] = peak_bytes, reserved_bytes
         dist.all_reduce(peaks)
-        by_pp_rank: list[int] = peaks.view(layout.pp, -1).amax(dim=1).tolist()
+        by_pp_rank: list[int] = peaks[0].view(layout.pp, -1).amax(dim=1).tolist()
+        self.reserved_bytes = None if self.tracker else int(peaks[1].max())
         known = self.peaks_by_pp_rank or by_pp_rank
         self.peaks_by_pp_rank = [max(pair) for pair in zip(known, by_pp_rank, strict=True)]
         return by_pp_rank

@@ -56,6 +56,8 @@ class StepMetrics:
     """Model FLOPs as a share of the peak; None where the peak is not known."""
     peak_memory_bytes: int | None
     """Largest peak of all ranks, bytes; None where this step was not measured."""
+    peak_reserved_bytes: int | None = None
+    """Most bytes that the allocator of any rank had reserved, which is what runs out; None also on a CPU."""
     validation_loss: float | None = None
     """Nats per token of [validation] after this step; None where it was not measured."""
     data_wait_s: float = 0.0
@@ -126,6 +128,10 @@ class Summary:
     """Optimizer steps that the newest state has seen."""
     epochs: float = 0.0
     """Length that `train.epochs` asked for; 0 where `train.steps` did."""
+    first_step_s: float | None = None
+    """Seconds from the beginning of the last start, when ranks open device and data, until its first loss was known."""
+    peak_reserved_bytes: int | None = None
+    """Most bytes that the allocator of any rank had reserved; None on a CPU."""
     final_loss: float | None = None
     """Mean loss of the last ten steps, or of all if there are fewer, nats a token."""
     validation: Validation | None = None

@@ -49,6 +49,9 @@ class ObservedStep:
     peak_bytes: int | None = None
     """Largest peak of memory of all ranks; None where it was not measured."""
 
+    reserved_bytes: int | None = None
+    """Most bytes that the allocator of any rank had reserved; None where that was not measured, as on a CPU."""
+
     @property
     def is_over(self) -> bool:
         """Whether the run ends with this step."""

@@ -1,5 +1,6 @@
 """Records: the lines that a run prints, and the files about it in its folder."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
 from dtlayout.base.files import expand, write_whole
-from dtlayout.base.formatting import join_alike, plural
+from dtlayout.base.formatting import format_bytes, join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
 from dtlayout.data.bad_batch import BadBatch
@@ -58,8 +59,15 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 class Records(Observer):
     """Prints lines and writes files about a run, on one rank alone; as an observer, it notes each step."""
 
-    def __init__(self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device):
-        """Predict the run; `chosen` are the config's kernels, each auto replaced by a name."""
+    def __init__(
+        self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device, begun_s: float | None = None
+    ):
+        """Predict the run; `chosen` are the config's kernels, each auto replaced by a name.
+
+        `begun_s` is the time of `time.monotonic` when the start began, by default now.
+        """
+        self._begun_s = time.monotonic() if begun_s is None else begun_s
+        self._first_step_s: float | None = None
         self.config, self.layout, self.chosen, self.device = config, layout, chosen, device
         self.folder, self.epochs = Path(config.train.run_folder), config.train.epochs
         self.is_writer = dist.get_rank() == 0
@@ -75,6 +83,8 @@ class Records(Observer):
         """Operation → its kernels that the first step ran."""
         self.peaks: list[int] | None = None
         """Largest peak of each pipeline rank so far, bytes; None before the first was measured."""
+        self.reserved_bytes: int | None = None
+        """Most bytes that the allocator of any rank had reserved so far; None where that was not measured."""
         self.num_slow = 2
         """First steps of this start that are not timed in the summary."""
         self._timelines: dict[int, Timeline] = {}
@@ -159,8 +169,13 @@ class Records(Observer):
 
     def after_step(self, step: ObservedStep) -> None:
         """Write a step that is finite to metrics.jsonl and to trackers, and show it."""
+        if self._first_step_s is None:
+            self._first_step_s = time.monotonic() - self._begun_s
+            self.display.say(f"step {step.number} was done {self._first_step_s:.1f} s after the start")
         if not step.result.is_finite:
             return
+        if step.reserved_bytes is not None:
+            self.reserved_bytes = max(step.reserved_bytes, self.reserved_bytes or 0)
         self._step_times_s.append(step.time_s)
         metrics = StepMetrics(
             step=step.number,
@@ -170,6 +185,7 @@ class Records(Observer):
             tokens=step.tokens,
             step_time_s=step.time_s,
             peak_memory_bytes=step.peak_bytes,
+            peak_reserved_bytes=step.reserved_bytes,
             data_wait_s=step.data_wait_s,
             validation_loss=step.validation_loss,
             validation_losses=step.validation_losses,
@@ -241,6 +257,8 @@ class Records(Observer):
             exit_code=exit_code,
             steps=done,
             epochs=self.epochs,
+            first_step_s=self._first_step_s,
+            peak_reserved_bytes=self.reserved_bytes,
             skipped=self.skipped,
             spikes=spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
@@ -273,6 +291,7 @@ class Records(Observer):
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
+            *_describe_reserved(summary.peak_reserved_bytes),
             *_describe_balance(measured, predicted),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
@@ -286,6 +305,11 @@ class Records(Observer):
         if not of.step_time_s:
             return None
         return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
+
+
+def _describe_reserved(reserved_bytes: int | None) -> list[tuple[str, str]]:
+    """A row on what the allocator had reserved; none where that was not measured."""
+    return [] if reserved_bytes is None else [("reserved by the allocator", format_bytes(reserved_bytes))]
 
 
 def _describe_balance(measured: Performance, predicted: Performance) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from dtlayout.base.signals import StopRequest
 from dtlayout.checkpoint.frozen_base import check_base, find_frozen_base
 from dtlayout.checkpoint.kept import keep
 from dtlayout.config.config import Config
+from dtlayout.mesh.opening import open_communicators
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.schedules.actions import Action
 from dtlayout.spec.layout import Layout
@@ -79,13 +80,14 @@ def train(config: Config, layout: Layout, stop: StopRequest, lease: Lease | None
 
     `lease` is that of the run folder, on the rank that writes there.
     """
+    begun_s = time.monotonic()
     inputs, store = open_inputs(config, layout, stop)
     watch = _open_watchdog(config, store, stop, lease)
     with watch, attention_implementation(inputs.chosen.kernels.attention):
         watch.at("joining the other ranks", waits=True)
         join_ranks(inputs.device, config.train.timeout_s + SPARE_S, store)
         try:
-            exit_code, checkpoints = _run(inputs, watch, lease)
+            exit_code, checkpoints = _run(inputs, watch, lease, begun_s)
         except DtlayoutError as error:
             if os.environ.get("LOCAL_RANK", "0") != "0":  # it may be this rank's alone; local rank 0's are printed
                 print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
@@ -119,10 +121,10 @@ def _note_crash(folder: Path, lease_text: str, line: str, is_refusal: bool) -> N
         note_crash(folder, line, is_refusal)
 
 
-def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, Checkpoints]:
+def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None, begun_s: float) -> tuple[int, Checkpoints]:
     """Build, resume, step and report; the exit code and the checkpoints."""
     config, folder = inputs.config, FolderObserver(lease)
-    records = Records(config, inputs.layout, inputs.chosen, inputs.device)
+    records = Records(config, inputs.layout, inputs.chosen, inputs.device, begun_s)
     checkpoints = Checkpoints(config, records.display.say, watch, lease.check if lease else lambda: None)
     is_new = checkpoints.newest is None
     config = decide_steps(config, inputs.samples, checkpoints.newest)
@@ -133,6 +135,8 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None) -> tuple[int, 
     if base is not None and checkpoints.newest is not None:
         check_base(checkpoints.newest, base)
     trainer = build_trainer(inputs, watch, checkpoints.host, is_new=is_new, base=base)
+    watch.at("opening communicators", is_long=True, waits=True)
+    open_communicators(trainer.assembly.mesh, trainer.assembly.other_groups)
     state_device = "cpu" if inputs.layout.offloads_state else inputs.device.type
     checkpoints.serve(trainer.assembly.modules, trainer.optimizer, state_device, trainer.assembly.disk)
     done = resume(trainer, checkpoints, records.display.say)

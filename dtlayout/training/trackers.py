@@ -22,7 +22,7 @@ from dtlayout.training.metrics import StepMetrics
 _TAGS = {
     "loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr", "tokens": "train/tokens",
     "spike": "train/spike", "loss_scale": "train/loss_scale", "validation_loss": "validation/loss",
-    "peak_memory_bytes": "memory/peak_memory_bytes",
+    "peak_memory_bytes": "memory/peak_memory_bytes", "peak_reserved_bytes": "memory/peak_reserved_bytes",
     "fullest_expert": "experts/fullest", "fullest_expert_block": "experts/fullest_block",
     "expert_imbalance": "experts/imbalance", "router_entropy": "experts/entropy", "router_square": "experts/square",
 }  # fmt: skip

@@ -27,9 +27,9 @@ from dtlayout.spec.kernels import Kernels, OpenKernels
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike", "loss_scale",
-    "layout", "resumed", "fullest_expert", "fullest_expert_block", "expert_imbalance", "router_entropy",
-    "router_square", "validation_losses",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "validation_loss", "data_wait_s",
+    "spike", "loss_scale", "layout", "resumed", "fullest_expert", "fullest_expert_block", "expert_imbalance",
+    "router_entropy", "router_square", "validation_losses",
 ]  # fmt: skip
 
 

@@ -84,6 +84,13 @@ def test_no_pass_of_its_own_adds_up_what_matmuls_do(one_rank, monkeypatch, preci
     assert own.matmuls - other.matmuls >= 3 * len(assembly.sync[0].summed)
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_what_cuda_graphs_would_replay_has_no_sum(mode):
+    kernels = Kernels(compile="blocks", compile_mode=mode)
+    assert not make_plan(SHAPE, Layout(), kernels, EXACT).summed
+    assert make_plan(SHAPE, Layout(), Kernels(compile_mode=mode), EXACT).summed, "nothing is compiled"
+
+
 @pytest.mark.parametrize("layout", [{"zero": 2}, {"zero": 3}, {"micro_batch": 4}])
 def test_without_a_whole_sum_of_several_microbatches_nothing_changes(one_rank, layout):
     assembly, _ = train(EXACT, **layout)

@@ -1,12 +1,15 @@
 """What the tests of gradients and of the memory meter run on the pool's ranks."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dtlayout.mesh.build import build_mesh
+from dtlayout.mesh.build import build_mesh, data_mesh
+from dtlayout.mesh.opening import open_communicators
 from dtlayout.spec.layout import Layout
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
 from dtlayout.training.memory import MemoryMeter
@@ -76,3 +79,12 @@ def _norm(parameters: list[nn.Parameter], mesh: object) -> torch.Tensor:
     squared = local_squared_norm(parameters, mesh)
     dist.all_reduce(squared)
     return squared.sqrt()
+
+
+def opened_communicators(layouts: Sequence[Layout]) -> list[list[str]]:
+    """Names of what each of these layouts opens."""
+    found = []
+    for layout in layouts:
+        mesh = build_mesh(layout, "cpu")
+        found.append(open_communicators(mesh, [None, *data_mesh(mesh).get_all_groups()]))
+    return found

@@ -1,9 +1,12 @@
 """The memory meter: whose peak it reports, and that it remembers the largest."""
 
 import pytest
+import torch
+from torch import nn
 from training_ranks import measured_peaks
 
 from dtlayout.spec.layout import Layout
+from dtlayout.training.memory import MemoryMeter
 
 KIB = 1024
 
@@ -22,3 +25,23 @@ def test_each_pipeline_rank_reports_the_largest_of_its_other_axes(ranks4, layout
         above = [peak - (rank + size) * KIB for peak, rank in zip(peaks, largest_ranks, strict=True)]
         assert all(0 <= rest < KIB / 2 for rest in above)  # a parameter of 4 bytes
     assert remembered == [None, gathered[0], gathered[1], gathered[1]]
+
+
+def test_on_cuda_what_the_allocator_has_reserved_comes_with_the_peak(one_rank, monkeypatch):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **how: zeros(*sizes, **how))
+    for name, nbytes in {"reset_peak_memory_stats": 0, "max_memory_allocated": 5, "max_memory_reserved": 7}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda nbytes=nbytes: nbytes)
+    module = nn.Linear(2, 2)
+    meter = MemoryMeter("cuda", [module], torch.optim.SGD(module.parameters()))
+    with meter.watch():
+        module(torch.ones(2))
+    assert (meter.gather_peaks(Layout()), meter.reserved_bytes) == ([5], 7)
+
+
+def test_a_cpu_reserves_nothing(one_rank):
+    module = nn.Linear(2, 2)
+    meter = MemoryMeter("cpu", [module], torch.optim.SGD(module.parameters()))
+    with meter.watch():
+        module(torch.ones(2))
+    assert meter.gather_peaks(Layout())[0] > 0 and meter.reserved_bytes is None

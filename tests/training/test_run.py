@@ -250,7 +250,9 @@ def play(
     monkeypatch.setattr("dtlayout.training.observers.loss_scale.fill_state", lambda *_: None)
     monkeypatch.setattr(order, "KernelObserver", lambda *_: Observer())
     monkeypatch.setattr(order, "replace", lambda batches, **_: batches)
-    meter = SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1], peaks_by_pp_rank=[1])
+    meter = SimpleNamespace(
+        watch=nullcontext, gather_peaks=lambda layout: [1], peaks_by_pp_rank=[1], reserved_bytes=None
+    )
     monkeypatch.setattr(order, "MemoryMeter", lambda *_, **__: meter)
     kernels = Kernels(compile="none" if has_peaks else "blocks")
     inputs = SimpleNamespace(

@@ -80,13 +80,14 @@ def test_every_number_of_a_step_has_a_name_and_what_was_not_measured_has_none():
         "router_square": 4.0, "loss_scale": 8.0,
     }  # fmt: skip
     sets = {"validation_loss": 1.5, "validation_losses": {"code": 1.5, "web": 2.5}}
-    named = name_numbers(metrics(1, mfu=0.5, peak_memory_bytes=7, **sets, **of_experts))
+    named = name_numbers(metrics(1, mfu=0.5, peak_memory_bytes=7, peak_reserved_bytes=9, **sets, **of_experts))
     assert (named.pop("validation/code"), named.pop("validation/web")) == (1.5, 2.5)
     assert len(named) == len(fields(StepMetrics)) - 3, "the step is where it stands, the layout and sets are no numbers"
     assert (named["train/loss"], named["validation/loss"], named["speed/mfu"]) == (2.0, 1.5, 0.5)
     assert (named["memory/peak_memory_bytes"], named["speed/tokens_per_s"], named["train/tokens"]) == (7, 512.0, 128)
     assert named.keys() - name_numbers(metrics(1)).keys() == {
-        "speed/mfu", "memory/peak_memory_bytes", "validation/loss", "experts/fullest", "experts/fullest_block",
+        "speed/mfu", "memory/peak_memory_bytes", "memory/peak_reserved_bytes", "validation/loss",
+        "experts/fullest", "experts/fullest_block",
         "experts/imbalance", "experts/entropy", "experts/square", "train/loss_scale",
     }  # fmt: skip
 

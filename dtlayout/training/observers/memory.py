@@ -69,4 +69,5 @@ class PeakObserver(Observer):
         if self.memory.has_peak(step.number) and step.result.is_finite:
             meter, records = self.memory.meter, self.memory.records
             step.peak_bytes = max(meter.gather_peaks(self.memory.layout))
+            step.reserved_bytes = meter.reserved_bytes
             records.peaks = meter.peaks_by_pp_rank
