@@ -174,11 +174,11 @@ def test_what_has_no_effect_is_said():
         (("--sequence-parallel", "--sequence-parallel $MORE"), "$MORE may hold options, and is set by no line of"),
         (("--sequence-parallel", "--sequence-parallel false"), "--sequence-parallel takes no value, and has false"),
         (("--bf16", "--bf16 --moe-expert-capacity-factor 1.5"), "--moe-expert-capacity-factor is not understood here"),
-        (("--bf16", "--bf16 --transformer-impl local"), "--transformer-impl is not understood here"),
+        (("--bf16", "--bf16 --transformer-impl inference"), "--transformer-impl is not understood here"),
         (("--bf16", "--bf16 --num-experts 8"), "experts are cut by 8 ranks of tp, which is not predicted"),
         (("torchrun", "if true; then torchrun"), "the `if` of line"),
         (("PARALLEL+=(--use", "[ $X ] && PARALLEL+=(--use"), "$PARALLEL may hold options, and is set behind `&&`"),
-        (("backend fused", "backend local"), "--attention-backend local is nothing that is known here"),
+        (("backend fused", "backend own"), "--attention-backend own is nothing that is known here"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_named(change, problem):
@@ -196,6 +196,27 @@ def change(name: str, *pairs: tuple[str, str]) -> Understood:
         assert before in text
         text = text.replace(before, after)
     return read(text, {})
+
+
+def test_a_script_whose_yaml_says_everything_names_it():
+    for option in ("--yaml-cfg gpt.yaml", "--yaml-cfg=gpt.yaml"):
+        with pytest.raises(InvalidConfig, match=r"--yaml-cfg gpt\.yaml says everything: give that file"):
+            read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {option}", {})
+
+
+def test_blocks_without_transformer_engine_keep_the_scores_of_attention():
+    for before, after in (
+        (" --attention-backend fused", " --transformer-impl local"),
+        ("--bf16", "--bf16 --transformer-impl local"),
+    ):
+        plain = change("arrays.sh", (before, after))
+        assert plain.get("kernels", "attention") == "megatron-softmax"
+    assert [row.note for row in plain.rows if row.option == "--attention-backend fused"] == [
+        "with --transformer-impl local"
+    ]
+    flash = change("arrays.sh", ("--attention-backend fused", "--use-flash-attn --transformer-impl local"))
+    assert flash.get("kernels", "attention") == "flash-attn"
+    assert change("arrays.sh", ("backend fused", "backend unfused")).get("kernels", "attention") == "megatron-softmax"
 
 
 def test_defaults_are_those_of_the_program():
