@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_any_value, check_rows, check_understood, compare_job
+from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -555,11 +555,11 @@ def check_round_trip(job: Any, own: dict[str, Any]) -> None:
         assert found.told.get("overlap_pp", "true") == str(features.overlap_pp).lower()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
-    if (options := list_options(job)) is None:
-        return
+    options = list_options(job)
+    assume(options is not None)
     layout, bridge = job.layout, read_bridge.to_own(options)
     dp = layout.world_size // (layout.tp * layout.pp * layout.cp)
     bridge |= {"comm_overlap.data_parallel_size": dp, "comm_overlap.overlap_param_gather": None}

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_any_value, check_rows, check_understood, compare_job
+from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -267,11 +267,11 @@ def test_any_value_ends_in_a_job_or_is_refused():
     assert check_any_value(read_flagscale.read, FOLDER / "cut.yaml") > 500
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
-    if (options := list_options(job)) is None:
-        return
+    options = list_options(job)
+    assume(options is not None)
     text = "\n".join(dump(nest(read_flagscale.to_own(options))))
     found = read(text, num_gpus=job.layout.world_size)
     compare_job(job, found, list_differences(job))

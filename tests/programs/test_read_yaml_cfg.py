@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_any_value, check_rows, check_understood, compare_job
+from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -203,11 +203,11 @@ def test_changes_are_written_under_names_that_the_file_has():
     assert found.get("precision", "matmuls") is None
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
-    if (options := list_options(job)) is None:
-        return
+    options = list_options(job)
+    assume(options is not None)
     layout = job.layout
     if options.pop("--num-virtual-stages-per-pipeline-rank", None):
         blocks = job.model.num_layers // layout.pp // layout.virtual_stages
