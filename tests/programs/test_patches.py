@@ -246,3 +246,43 @@ def test_what_a_file_cannot_say_is_no_patch():
     layout = case.layout.__class__(**{**vars(case.layout), "dp_shard": 8, "cp": 2})
     with pytest.raises(InvalidConfig, match="the file cannot say it: "):
         file.find_patch(case, estimate(case.scenario, layout, case.kernels))
+
+
+SIZED = """#!/bin/bash
+SIZE=${1:-8b}  # 8b or 70b
+if [ "$SIZE" = 70b ]; then
+    TP=8; PP=4
+    ARCH="--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64"
+elif [[ $SIZE == 8b ]]; then
+    TP=4
+    PP=1   # one node
+    ARCH="--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
+fi
+case $SIZE in
+    70b) MORE="--micro-batch-size 1 --recompute-activations" ;;
+    *) MORE="--micro-batch-size 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1" ;;
+esac
+[ $TP -gt 8 ] && MORE="$MORE --tp-comm-overlap"
+torchrun --nproc_per_node 8 pretrain_gpt.py $ARCH --seq-length 4096 --global-batch-size 64 --swiglu --bf16 \\
+    --group-query-attention --num-query-groups 8 --untie-embeddings-and-output-weights --vocab-size 128256 \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --sequence-parallel $MORE \\
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+"""
+
+
+def test_a_branch_that_is_not_taken_is_not_changed(tmp_path, capsys):
+    path, changed = tmp_path / "train.sh", tmp_path / "changed.sh"
+    path.write_text(SIZED)
+    asked = ["explain", str(path), "--gpu", "h100-80g-sxm", "--patch", str(changed), "--take", "best"]
+    assert main(asked) == 0
+    capsys.readouterr()
+    before, after = SIZED.splitlines(), changed.read_text().splitlines()
+    assert len(before) == len(after)
+    differ = {number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other}
+    assert differ and differ <= {6, 7, 12, 16, 17, 18, 19}, after
+    assert main(["explain", str(changed), "--gpu", "h100-80g-sxm"]) == 0
+    capsys.readouterr()
+    assert main([*asked, "--given", "SIZE=70b", "--world", "64"]) == 0
+    capsys.readouterr()
+    after = changed.read_text().splitlines()
+    assert all(after[number] == before[number] for number in (1, 2, 5, 6, 7, 8, 12, 14))

@@ -451,7 +451,7 @@ def test_a_command_starts_its_gpus(text, gpus):
         ("CONFIG_FILE=$FILE ./run_train.sh", "CONFIG_FILE is $FILE, set by no line of the script: --given FILE=VALUE"),
         ("NGPU=8 ./run_train.sh --training.steps 3", "run_train.sh is told no config: --given CONFIG_FILE=FILE"),
         ("CONFIG_FILE=./none.toml ./run_train.sh", "the config file ./none.toml is not there, beside the script"),
-        (f"if true; then {RUN}; fi", "the command lies in the `if` of line 1"),
+        (f"if cmd; then {RUN}; fi", "the command lies in the `if` of line 1"),
         ("cat torchtitan.train.log", "no command of the script starts the program"),
         (f"{RUN} --parallelism.tensor_parallel_degree $TP", "parallelism.tensor_parallel_degree is $TP, set by no"),
         (f"{RUN} --compile.enable yes", "compile.enable=yes is no true or false"),
