@@ -57,7 +57,10 @@ def find_patch(found: Understood, before: Job, after: Job, says: Says) -> Patch:
     # What the file leaves to a default may depend on what changes: a whole batch, on each rank's.
     unsaid = {found.names.get(name, name): value for name, value in said.items() if value is not None}
     unsaid = {name: value for name, value in unsaid.items() if found.values.get(theirs.get(name, name)) is None}
-    for changes, by_variables in ((wanted, True), (wanted, False), ({**unsaid, **wanted}, False)):
+    # And what has no effect in the file may get one by what changes: Liger's options, by its plugin.
+    idle = {found.names.get(name, name): None for name, value in said.items() if value is None and name in found.values}
+    tries = [(wanted, True), (wanted, False), ({**unsaid, **wanted}, False), ({**idle, **wanted}, False)]
+    for changes, by_variables in tries:
         text = _try(found, changes, says, by_variables)
         if text is None:
             continue

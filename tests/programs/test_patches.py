@@ -286,3 +286,33 @@ def test_a_branch_that_is_not_taken_is_not_changed(tmp_path, capsys):
     capsys.readouterr()
     after = changed.read_text().splitlines()
     assert all(after[number] == before[number] for number in (1, 2, 5, 6, 7, 8, 12, 14))
+
+
+def explain_on(capsys, name, *more):
+    """What is said of changes of a file, as a document."""
+    assert main(["explain", str(FOLDER / name), "--gpu", "h100-80g-sxm", "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_kernels_that_a_program_has_no_word_for_are_not_offered(capsys):
+    document = explain_on(capsys, "axolotl/qlora.yml", "--world", "2")
+    assert document["changes"]
+    assert not any("--kernels" in word for each in document["changes"] for word in each["overrides"])
+
+
+def test_attention_that_packed_samples_need_stays(capsys):
+    best = explain_on(capsys, "axolotl/qlora.yml", "--world", "2")["file"]["best"]
+    words = " ".join(best["change"])
+    assert "gradient_checkpointing = false" in words
+    assert "attention" not in words.replace("gradient_checkpointing", "")
+
+
+def test_a_value_before_is_the_commands_and_not_that_of_the_json_file_that_it_names(capsys):
+    document = explain_on(capsys, "trainer/with_deepspeed.sh")
+    words = document["file"]["changes"][0]["change"]
+    assert words == ["--per_device_train_batch_size 8 (was 4)", "--gradient_accumulation_steps 1 (was 2)"]
+
+
+def test_options_without_effect_are_taken_out_where_a_change_would_give_them_one(capsys):
+    best = explain_on(capsys, "axolotl/lora.yml", "--world", "4")["file"]["best"]
+    assert "without liger_rope = true" in best["change"] and "micro_batch_size = 4 (was 2)" in best["change"]
