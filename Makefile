@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-all test-torch check format bench docs-config docs-cli docs-api docs-choosing docs-web site clean
+.PHONY: train sweep test test-all test-torch check format bench round-trips docs-config docs-cli docs-api docs-choosing docs-web site clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -20,6 +20,11 @@ test: .venv/.installed-test
 # And further combinations of the same: an hour and more.
 test-all: .venv/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Files of other programs: 500 random jobs of each are written and read back, exactly; N=5000 takes more.
+N ?= 500
+round-trips: .venv/.installed-test
+	ROUND_TRIPS=$(N) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -k read_back --hypothesis-show-statistics tests/programs
 
 # What depends on torch, on another version of it, which it installs: make test-torch VERSION=2.15.0; twelve minutes.
 test-torch:

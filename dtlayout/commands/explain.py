@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isinf
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from dtlayout.commands.engine_options import describe_assumptions, to_assumption
 from dtlayout.commands.lengths import LENGTHS
 from dtlayout.commands.measured import MEASURED
 from dtlayout.commands.side_question import Asked
+from dtlayout.commands.their_file import TheirFile
 from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
@@ -52,6 +53,14 @@ def answer(options: argparse.Namespace) -> CommandAnswer:
     found = find_other(options.config, options)
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
+    if found is not None:  # another kernel is offered where the file's options can say it
+        file = TheirFile(found, options.config, options.overrides, options)
+        can_take = [
+            each for each in explanation.changes
+            if each.estimate.kernels == case.kernels
+            or file.says_otherwise(case, each.estimate.layout, each.estimate.kernels)
+        ]  # fmt: skip
+        explanation = replace(explanation, changes=tuple(can_take))
     asked = Asked(options, case, explanation, found)
     document = to_document(scenario, explanation)
     for question in _QUESTIONS:

@@ -16,6 +16,8 @@ from dtlayout.programs.patches import Patch, find_patch, write_diff
 from dtlayout.programs.program import Job
 from dtlayout.programs.reading import read_again
 from dtlayout.programs.understood import Understood
+from dtlayout.spec.kernel_records import AttentionKernel
+from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
@@ -57,7 +59,11 @@ class TheirFile(NamedTuple):
             other = read_other(again, self.path, self.overrides, self.options, notes=False)
             # Rows of the vocabulary are padded for tp by some programs.
             model = replace(other.scenario.model, vocab_size=case.scenario.model.vocab_size)
-            same = replace(other.scenario, cluster=case.scenario.cluster, model=model) == case.scenario
+            precision = other.scenario.precision
+            if (case.layout.dp_shard > 1) != (wanted.layout.dp_shard > 1):  # FSDP reduces in a format of its own
+                precision = replace(precision, reduce=case.scenario.precision.reduce)
+            theirs = replace(other.scenario, cluster=case.scenario.cluster, model=model, precision=precision)
+            same = theirs == case.scenario
             return same and other.kernels == wanted.kernels and _is_same(other.layout, wanted)
 
         return find_patch(self.found, Job(case.scenario, before, _STEPS), Job(case.scenario, wanted, _STEPS), says)
@@ -114,10 +120,24 @@ def find_unsaid_kernels(file: TheirFile, case: Case) -> tuple[dict[str, Any], di
     """Operation → kernel that stays, since the program's options say no other one; and operation → kernels that they
     do not say, of the other operations."""
     said, unsaid = set[str](), dict[str, list[Any]]()
-    for name, others in other_kernels(case.kernels):
-        if file.says_otherwise(case, case.layout, others):
+    needs_package = [
+        ("attention", replace(case.kernels, attention=each.name))
+        for each in list_kernels(AttentionKernel) if each.is_priced and each.package
+    ]  # fmt: skip
+    for name, others in (*other_kernels(case.kernels), *needs_package):
+        if others == case.kernels:
+            continue
+        if _costs_alike(case, others):  # nothing would be won by it
+            unsaid.setdefault(name, []).append(getattr(others, name))
+        elif file.says_otherwise(case, case.layout, others):
             said.add(name)
         else:
             unsaid.setdefault(name, []).append(getattr(others, name))
     kept = {name: getattr(case.kernels, name) for name in KERNEL_NAMES if name not in said}
     return kept, {name: values for name, values in unsaid.items() if name in said}
+
+
+def _costs_alike(case: Case, kernels: Kernels) -> bool:
+    """True for other kernels with which a case's layout takes the time and the memory that it has."""
+    now, other = (estimate(case.scenario, case.layout, each) for each in (case.kernels, kernels))
+    return now.step_time_s == other.step_time_s and now.peak_bytes == other.peak_bytes

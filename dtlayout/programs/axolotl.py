@@ -77,6 +77,8 @@ def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
     if chosen is None:
         gaps.append(f"kernels.attention={kernels.attention} is nothing that it has: sdp_attention is written instead")
         chosen = ATTENTION["sdpa-flash"]
+    if job.scenario.document_mask and kernels.attention == "fa3":
+        gaps.append("kernels.attention=fa3 is no flag beside sample_packing, which flash_attention is")
     options |= {name: value if (name, value) == chosen else None for name, value in ATTENTION.values()}
     own = {ours: getattr(kernels, ours) for ours in LIGER}
     ligers = {

@@ -44,7 +44,8 @@ _SAME: Mapping[str, str] = {
 _FLAGS: Mapping[str, str] = {
     "sequence_parallel": "--sequence-parallel", "tp_comm_overlap": "--tp-comm-overlap",
     "add_qkv_bias": "--add-qkv-bias", "qk_layernorm": "--qk-layernorm", "gated_linear_unit": "--swiglu",
-    "rope_scaling": "--use-rope-scaling",
+    "rope_scaling": "--use-rope-scaling", "enable_cuda_graph": "--enable-cuda-graph",
+    "external_cuda_graph": "--external-cuda-graph",
     "moe_enable_deepep": "--moe-enable-deepep", "moe_router_pre_softmax": "--moe-router-pre-softmax",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
     "multi_latent_attention": "--multi-latent-attention",
@@ -103,8 +104,8 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
         "moe_token_dropping", "moe_pad_expert_input_to_capacity", "moe_shared_expert_gate", "moe_layer_recompute",
         "fp8_dot_product_attention",
         "fp8_multi_head_attention", "hybrid_context_parallel", "apply_residual_connection_post_layernorm",
-        "attention_output_gate", "qk_l2_norm", "use_mup", "fp32_residual_connection", "enable_cuda_graph",
-        "external_cuda_graph", "distribute_saved_activations", "test_mode", "heterogeneous_block_specs", "use_kitchen",
+        "attention_output_gate", "qk_l2_norm", "use_mup", "fp32_residual_connection",
+        "distribute_saved_activations", "test_mode", "heterogeneous_block_specs", "use_kitchen",
         "use_kitchen_attention", "mtp_enabled", "fp4_param", "moe_extended_tp",
         "dsa_indexer_use_sparse_loss", "moe_pad_experts_for_cuda_graph_inference",
     ), (False, None)),
@@ -130,7 +131,9 @@ def list_fields(at: Callable[[str], str], left_out: Sequence[str] = ()) -> list[
         "attention_backend": _name_attention,
     }  # fmt: skip
     rules += [make(at(name)) for name, make in own.items() if name not in left_out]
-    return [*rules, _name_backend_number(at("attention_backend")), _name_long(at)]
+    if "attention_backend" not in left_out:
+        rules.append(_name_backend_number(at("attention_backend")))
+    return [*rules, _name_long(at)]
 
 
 def below(prefix: str, patterns: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,8 @@ from dtlayout.programs.megatron import ATTENTION, MATMULS
 from dtlayout.programs.megatron_options import MegatronOptions
 from dtlayout.programs.options import real, string
 
+_UNFUSED = dict.fromkeys(("unfused", "local"), "megatron-softmax")
+"""--attention-backend → our kernel, which keeps scores."""
 _OPTIMIZER: Mapping[str, str] = {
     "--lr": "lr", "--weight-decay": "weight_decay", "--clip-grad": "max_norm", "--adam-beta1": "beta1",
     "--adam-beta2": "beta2", "--adam-eps": "eps", "--sgd-momentum": "momentum",
@@ -32,11 +34,21 @@ def read_formats(reader: MegatronOptions) -> None:
         note = note if reader.call("--bf16") != reader.call("--fp16") else f"no {reader.call('--bf16')}"
         reader.note_absent("precision", {"compute": "float32"}, "--bf16", note)
     _read_matmuls(reader)
-    backend, name = reader.value("--attention-backend", string), "--attention-backend"
+    _read_attention(reader)
+
+
+def _read_attention(reader: MegatronOptions) -> None:
+    """Note the kernel of attention, also of blocks without Transformer Engine."""
+    backend, name, impl = reader.value("--attention-backend", string), "--attention-backend", "--transformer-impl"
     if reader.has("--use-flash-attn"):
         backend = backend or "flash"
-    known = {theirs: ours for ours, theirs in reversed(ATTENTION.items())}
-    if backend in known:
+    is_plain = reader.is_there(impl) and reader.value(impl, string) == "local"
+    known = {theirs: ours for ours, theirs in reversed(ATTENTION.items())} | _UNFUSED
+    if is_plain and not reader.is_there("--use-flash-attn"):
+        reader.note("kernels", {"attention": _UNFUSED["local"]}, impl)
+        if reader.is_there(name):
+            reader.found.ignore(reader.show(name), f"with {reader.show(impl)}", "no effect")
+    elif backend in known:
         reader.note("kernels", {"attention": known[backend]}, name, "--use-flash-attn")
     elif backend and backend != "auto":
         reader.found.problems.append(f"{reader.call(name)} {backend} is nothing that is known here")

@@ -77,7 +77,10 @@ def _read_sequence(reader: MegatronOptions, layout: dict[str, Any], tp: int) -> 
     else:
         reader.note("layout", {"sequence_parallel": True}, name)
     if reader.has("--tp-comm-overlap"):
-        reader.note("layout", {"tp_overlap": True}, "--tp-comm-overlap")
+        if tp == 1:
+            reader.found.ignore(reader.show("--tp-comm-overlap"), "tp is 1", "no effect")
+        else:
+            reader.note("layout", {"tp_overlap": True}, "--tp-comm-overlap")
 
 
 def _read_context(reader: MegatronOptions, cp: int) -> None:

@@ -74,8 +74,12 @@ def _read_implementation(reader: MegatronOptions) -> None:
     impl = reader.value(name, string)
     if impl == "transformer_engine":
         reader.found.ignore(reader.show(name), "as predicted", "read")
+    elif impl == "local":
+        note = "norms and matmuls are predicted as with Transformer Engine"
+        reader.found.ignore(reader.show(name), note, "assumed")
     elif impl:
-        reader.found.problems.append(f"{reader.call(name)} is not understood here as {impl}; transformer_engine is")
+        known = "transformer_engine and local are"
+        reader.found.problems.append(f"{reader.call(name)} is not understood here as {impl}; {known}")
 
 
 def _read_latent(reader: MegatronOptions, heads: Any) -> None:

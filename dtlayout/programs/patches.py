@@ -5,7 +5,7 @@ and counts only if it says the job that was wanted. A change without which it st
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,11 @@ from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
 from dtlayout.programs.script_edits import edit_assignments, edit_script, to_flag, to_words
+from dtlayout.programs.shell import find_dead
 from dtlayout.programs.understood import Understood
 
+_FIRST_LETTER = 0xF0000
+"""First of the letters that no file has, which stand for text that is not changed."""
 Says = Callable[[str, Collection[str]], bool]
 """Function from a text and the names of the options that may differ in it; true if it says the job that is wanted."""
 
@@ -54,7 +57,10 @@ def find_patch(found: Understood, before: Job, after: Job, says: Says) -> Patch:
     # What the file leaves to a default may depend on what changes: a whole batch, on each rank's.
     unsaid = {found.names.get(name, name): value for name, value in said.items() if value is not None}
     unsaid = {name: value for name, value in unsaid.items() if found.values.get(theirs.get(name, name)) is None}
-    for changes, by_variables in ((wanted, True), (wanted, False), ({**unsaid, **wanted}, False)):
+    # And what has no effect in the file may get one by what changes: Liger's options, by its plugin.
+    idle = {found.names.get(name, name): None for name, value in said.items() if value is None and name in found.values}
+    tries = [(wanted, True), (wanted, False), ({**unsaid, **wanted}, False), ({**idle, **wanted}, False)]
+    for changes, by_variables in tries:
         text = _try(found, changes, says, by_variables)
         if text is None:
             continue
@@ -104,14 +110,34 @@ def _try(found: Understood, changes: Mapping[str, Any], says: Says, by_variables
     try:
         if file.tree is not None:
             text = file.tree.edit(changes)
-        elif found.assigns:
-            text = edit_assignments(file.text, changes)
         else:
-            text, others = found.rewrite(file.text, changes) if found.rewrite else (file.text, changes)
-            text = edit_script(text, others, _list_anchors(changes, text), by_variables=by_variables)
+            shown, put_back = _hide(file.text, find_dead(file.text, file.given))
+            if found.assigns:
+                text = edit_assignments(shown, changes)
+            else:
+                text, others = found.rewrite(shown, changes) if found.rewrite else (shown, changes)
+                text = edit_script(text, others, _list_anchors(changes, text), by_variables=by_variables)
+            text = put_back(text)
         return text if says(text, changes) else None
     except DtlayoutError:
         return None
+
+
+def _hide(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, Callable[[str], str]]:
+    """A text with a letter for each part that is not run, and the function that puts those parts back."""
+    parts, shown, end = list[str](), "", 0
+    for begin, stop in spans:
+        letter = chr(_FIRST_LETTER + len(parts))
+        shown, end = f"{shown}{text[end:begin]}{letter}", stop
+        parts.append(text[begin:stop])
+    shown += text[end:]
+
+    def put_back(changed: str) -> str:
+        for number, part in enumerate(parts):
+            changed = changed.replace(chr(_FIRST_LETTER + number), part)
+        return changed
+
+    return shown, put_back
 
 
 def _list_anchors(changes: Mapping[str, Any], text: str) -> list[str]:

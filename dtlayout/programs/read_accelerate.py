@@ -177,6 +177,7 @@ class AccelerateReader(WordsReader):
             if self.says(each):
                 self.found.ignore(self.shown(each), f"{path.name} says it", "no effect")
         self.apart = WordsReader(self.found, values, {})
+        self.found.values = self.options  # not those of the other file, which is not changed
         return ZeroReader(self.apart)
 
     def read_rest(self, ignored: Mapping[str, str] = IGNORED, otherwise: str = OTHERWISE) -> None:

@@ -57,7 +57,17 @@ def _find_command(text: str, given: Mapping[str, str]) -> Command:
         inner = inner or next((word for word in command.words if " --num-layers" in word), "")
         if " --num-layers" in inner:
             return replace(_find_command(inner, given), line=command.line)
+    if name := next((_find_yaml(command.words) for command in commands if _find_yaml(command.words)), ""):
+        raise InvalidConfig(f"--yaml-cfg {name} says everything: give that file, and its GPUs as --world N")
     raise InvalidConfig("no command of the script has --num-layers: give the script that says the model's sizes")
+
+
+def _find_yaml(words: Sequence[str]) -> str:
+    """The file of --yaml-cfg; empty where there is none."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if _name(word) == "--yaml-cfg":
+            return word.partition("=")[2] or following
+    return ""
 
 
 def _name(word: str) -> str:

@@ -15,7 +15,17 @@ from dtlayout.programs.command_line import count_ranks, read_options
 from dtlayout.programs.hydra import find_values, read_overrides, split_words, start_of
 from dtlayout.programs.megatron import MEGATRON
 from dtlayout.programs.megatron_reader import IGNORED, read_job
-from dtlayout.programs.own_names import Naming, Options, alike, change_as, choice, find_own, opposite, translate
+from dtlayout.programs.own_names import (
+    Naming,
+    Options,
+    alike,
+    change_as,
+    choice,
+    find_own,
+    opposite,
+    show_value,
+    translate,
+)
 from dtlayout.programs.own_names import to_own as make_own
 from dtlayout.programs.read_bridge import has_part, list_class, mark_known, note_names
 from dtlayout.programs.read_nemo import count_trainer_gpus
@@ -46,14 +56,20 @@ _PRECISIONS: Mapping[Any, Options] = {
     **alike((32, "fp32", "32-true"), {"--bf16": None, "--fp16": None}),
 }
 _SHARDS: Mapping[Any, Options] = {"megatron": {"--use-megatron-fsdp": []}}
+_WATCHERS = re.compile(
+    r".*(Timing|GarbageCollection|Nsys|Chakra|FLOPsMeasurement|Preemption|ModelCheckpoint|LearningRateMonitor|Memory\w*"
+    r"|Parity\w*|Progress\w*|Profiler|Straggler\w*|FaultTolerance|RuntimeEstimator|SpeedMonitor|Optimizer(Monitor)?"
+    r"|EarlyStopping|ModelSummary|StochasticWeight\w*|RichModelSummary|MegatronEnableExperimental|Debug\w*|Inspector\w*)"
+    r"(Callback|Checker|Printer|Bar|Profiler|Tester)?"
+)
+"""Classes of callbacks that watch a run, and change nothing of a step."""
 _STARTS = ("y", "yes", "no-confirm", "to-yaml", "dryrun", "tail", "detach", "repl", "verbose")
 """Options of a command that start it."""
 _OTHERS: Mapping[str, str] = {
     "how it is started": r"name|executor(\..*)?|_partial_|run\..*|trainer\.(accelerator|use_distributed_sampler"
     r"|strategy|strategy\.(lazy_init|find_unused_.*|setup_optimizers|init_model_parallel|cluster_environment|parallel_devices))",
     "the length of the run, and logs": r"log(\..*)?|trainer\.(limit_.*|log_.*|logger.*|max_.*|min_.*|val_.*|enable_.*"
-    r"|num_sanity_.*|profiler|strategy\.(replace_progress_bar|progress_interval|megatron_log_level))"
-    r"|trainer\.callbacks\[\d+\]",
+    r"|num_sanity_.*|profiler|strategy\.(replace_progress_bar|progress_interval|megatron_log_level))",
     "checkpoints": r"resume(\..*)?|trainer\.strategy\.(ckpt_.*|save_ckpt_.*|restore_config(\..*)?|checkpoint_io)"
     r"|model\.(tokenizer|model_transform)(\..*)?",
     "the course of the learning rate": r"optim\.(lr_scheduler(\..*)?|no_weight_decay_cond|scale_lr_cond|lr_mult)",
@@ -83,6 +99,7 @@ def read(file: OtherFile) -> Understood:
         known, values = _read_command(file, found)
     values = _lift(values)
     at = _find_names({**known, **values})
+    source = "of that factory" if known else "of that class"
     known = known or list_class(at, values, found)
     merged = {**known, **values}
     rules = _list_rules(merged, at)
@@ -97,7 +114,7 @@ def read(file: OtherFile) -> Understood:
     read_job(found, said.options, said)
     _check(merged, found)
     note_names(said, at, found, _OTHERS)
-    mark_known(found, values, "of that factory" if file.tree is None else "of that class")
+    mark_known(found, values, source)
     if (tree := file.tree) is not None:
 
         def find(options: Options) -> tuple[dict[str, Any], list[str]]:
@@ -163,6 +180,17 @@ def _list_rules(values: Mapping[str, Any], at: At) -> list[Naming]:
 
 
 def _check(values: Mapping[str, Any], found: Understood) -> None:
+    for name, value in values.items():
+        if not re.fullmatch(r"trainer\.callbacks\[\d+\]", name):
+            continue
+        if _WATCHERS.fullmatch(str(value)):
+            found.ignore(f"{name} = {show_value(value)}", "about the length of the run, and logs")
+        else:
+            what = str(value).rpartition(".")[2]
+            found.problems.append(
+                f"{name}={what} is not understood here: it may change the model, or what is sent; without it the rest "
+                f"can be predicted"
+            )
     name = "trainer.accumulate_grad_batches"
     value = values.get(name)
     if str(value) == "1":
@@ -191,7 +219,10 @@ def _lift(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _put_back(found: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes with whole lists in the place of their parts; `values` are those of the file."""
+    """Changes with whole lists in the place of their parts; `values` are those of the file.
+
+    A command has no list, and changes nothing in that of the YAML that it names.
+    """
     changes: dict[str, Any] = {}
     for name, value in found.items():
         match = re.fullmatch(r"(trainer\.\w+)\[(\d+)\]\.(\w+)", name)
@@ -199,6 +230,8 @@ def _put_back(found: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
             changes[name] = value
             continue
         listed = changes.get(match[1], values.get(match[1]))
+        if listed is None and any(each.startswith(f"{match[1]}[") for each in values):
+            continue  # in a list of the YAML that a command names, which the command cannot change
         there = listed if isinstance(listed, list) else []
         classes = [dict(each) if isinstance(each, Mapping) else each for each in there]
         if not any(isinstance(each, Mapping) and str(each.get("_target_")).endswith(_LISTS[match[1]])

@@ -199,6 +199,7 @@ class TrainerReader(WordsReader):
         path, values = read_beside(path, self.file, own)
         self.found.rows.append(Row(self.show(own), "its values", "read"))
         self.apart = WordsReader(self.found, values, {})
+        self.found.values = self.options  # not those of the other file, which is not changed
         return ZeroReader(self.apart)
 
     def read_fsdp(self) -> None:

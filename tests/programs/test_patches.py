@@ -246,3 +246,73 @@ def test_what_a_file_cannot_say_is_no_patch():
     layout = case.layout.__class__(**{**vars(case.layout), "dp_shard": 8, "cp": 2})
     with pytest.raises(InvalidConfig, match="the file cannot say it: "):
         file.find_patch(case, estimate(case.scenario, layout, case.kernels))
+
+
+SIZED = """#!/bin/bash
+SIZE=${1:-8b}  # 8b or 70b
+if [ "$SIZE" = 70b ]; then
+    TP=8; PP=4
+    ARCH="--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64"
+elif [[ $SIZE == 8b ]]; then
+    TP=4
+    PP=1   # one node
+    ARCH="--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
+fi
+case $SIZE in
+    70b) MORE="--micro-batch-size 1 --recompute-activations" ;;
+    *) MORE="--micro-batch-size 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1" ;;
+esac
+[ $TP -gt 8 ] && MORE="$MORE --tp-comm-overlap"
+torchrun --nproc_per_node 8 pretrain_gpt.py $ARCH --seq-length 4096 --global-batch-size 64 --swiglu --bf16 \\
+    --group-query-attention --num-query-groups 8 --untie-embeddings-and-output-weights --vocab-size 128256 \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --sequence-parallel $MORE \\
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+"""
+
+
+def test_a_branch_that_is_not_taken_is_not_changed(tmp_path, capsys):
+    path, changed = tmp_path / "train.sh", tmp_path / "changed.sh"
+    path.write_text(SIZED)
+    asked = ["explain", str(path), "--gpu", "h100-80g-sxm", "--patch", str(changed), "--take", "best"]
+    assert main(asked) == 0
+    capsys.readouterr()
+    before, after = SIZED.splitlines(), changed.read_text().splitlines()
+    assert len(before) == len(after)
+    differ = {number for number, (one, other) in enumerate(zip(before, after, strict=True)) if one != other}
+    assert differ and differ <= {6, 7, 12, 16, 17, 18, 19}, after
+    assert main(["explain", str(changed), "--gpu", "h100-80g-sxm"]) == 0
+    capsys.readouterr()
+    assert main([*asked, "--given", "SIZE=70b", "--world", "64"]) == 0
+    capsys.readouterr()
+    after = changed.read_text().splitlines()
+    assert all(after[number] == before[number] for number in (1, 2, 5, 6, 7, 8, 12, 14))
+
+
+def explain_on(capsys, name, *more):
+    """What is said of changes of a file, as a document."""
+    assert main(["explain", str(FOLDER / name), "--gpu", "h100-80g-sxm", "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_kernels_that_a_program_has_no_word_for_are_not_offered(capsys):
+    document = explain_on(capsys, "axolotl/qlora.yml", "--world", "2")
+    assert document["changes"]
+    assert not any("--kernels" in word for each in document["changes"] for word in each["overrides"])
+
+
+def test_attention_that_packed_samples_need_stays(capsys):
+    best = explain_on(capsys, "axolotl/qlora.yml", "--world", "2")["file"]["best"]
+    words = " ".join(best["change"])
+    assert "gradient_checkpointing = false" in words
+    assert "attention" not in words.replace("gradient_checkpointing", "")
+
+
+def test_a_value_before_is_the_commands_and_not_that_of_the_json_file_that_it_names(capsys):
+    document = explain_on(capsys, "trainer/with_deepspeed.sh")
+    words = document["file"]["changes"][0]["change"]
+    assert words == ["--per_device_train_batch_size 8 (was 4)", "--gradient_accumulation_steps 1 (was 2)"]
+
+
+def test_options_without_effect_are_taken_out_where_a_change_would_give_them_one(capsys):
+    best = explain_on(capsys, "axolotl/lora.yml", "--world", "4")["file"]["best"]
+    assert "without liger_rope = true" in best["change"] and "micro_batch_size = 4 (was 2)" in best["change"]

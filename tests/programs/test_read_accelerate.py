@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from program_files import check_rows, check_understood
+from hypothesis import given
+from program_files import ROUND_TRIPS, check_rows, check_understood
 from trainer_jobs import compare, draw_jobs, read_text, to_yaml
 
 from dtlayout.base.errors import InvalidConfig
@@ -174,7 +174,7 @@ def test_what_is_not_understood_or_contradicts_is_named(tmp_path, name, values, 
     assert any(problem in each for each in caught.value.problems), caught.value.problems
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs(degrees=True, hybrids=True, adapters=False))
 def test_what_is_chosen_for_a_job_is_read_back(tmp_path_factory, job):
     options, gaps = choose_options(job)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from program_files import check_any_value, check_rows, check_understood, compare_job
+from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 from program_jobs import LAYOUTS, job_of
 
 from dtlayout.base import toml
@@ -421,7 +421,7 @@ def draw_jobs(draw: Any) -> Job:
     return job_of("automodel", layout, model=model, optimizer=optimizer, kernels=kernels, **formats)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
     try:

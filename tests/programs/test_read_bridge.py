@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_any_value, check_rows, check_understood, compare_job
+from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -158,6 +158,103 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         },
         "precision": {"compute": "bfloat16"}, "optimizer": CLIPPED | {"lr": 1e-4, "eps": 1e-5},
     },
+    "nemo2/experts.yaml": {
+        "gpus": (64, 8),
+        "told": {"overlap_dp": "true"},
+        "model": {
+            "family": "mixtral", "num_layers": 32, "hidden_size": 4096, "ffn_size": 14336, "num_heads": 32,
+            "vocab_size": 32000, "num_kv_heads": 8, "gated_ffn": True, "norm_eps": 1e-05, "tied_embeddings": False,
+            "rope_theta": 1000000.0, "experts": {"number": 8, "per_token": 2, "ffn_size": 14336,
+            "balance_loss": 0.0},
+        },
+        "batch": {"seq_len": 4096, "global_batch": 512},
+        "layout": {
+            "tp": 1, "pp": 4, "cp": 1, "ep": 8, "micro_batch": 1, "sequence_parallel": True,
+            "virtual_stages": 8, "schedule": "interleaved-1f1b", "dp_shard": 16, "dp_replicate": 1,
+        },
+        "precision": {"compute": "bfloat16", "reduce": "bfloat16"},
+        "optimizer": {
+            "name": "adamw", "lr": 0.0003, "weight_decay": 0.1, "max_norm": 1.0, "beta1": 0.9, "beta2": 0.95,
+        },
+    },
+    "nemo2/latent.yaml": {
+        "gpus": (16, 8),
+        "told": {"overlap_dp": "true"},
+        "model": {
+            "family": "deepseek_v2", "num_layers": 27, "hidden_size": 2048, "ffn_size": 10944, "num_heads": 16,
+            "vocab_size": 102400, "latent_attention": {"query_rank": 0, "kv_rank": 512, "rope_width": 64,
+            "value_width": 128}, "head_dim": 192, "num_kv_heads": 16, "gated_ffn": True, "tied_embeddings": False,
+            "rope_theta": 10000.0, "experts": {"number": 64, "per_token": 6, "ffn_size": 1408,
+            "shared_ffn_size": 2816, "score": "softmax", "groups": 1, "groups_per_token": 1, "scale": 1.0,
+            "balance_loss": 0.001, "dense_layers": 1},
+        },
+        "batch": {"seq_len": 4096, "global_batch": 256},
+        "layout": {
+            "tp": 1, "ep": 8, "micro_batch": 2, "sequence_parallel": False, "dp_shard": 16, "dp_replicate": 1,
+            "recompute": "selective",
+        },
+        "precision": {"compute": "bfloat16"},
+        "optimizer": {
+            "name": "adamw", "lr": 0.00042, "weight_decay": 0.1, "max_norm": 1.0, "beta1": 0.9, "beta2": 0.95,
+        },
+    },
+    "nemo2/tuning.yaml": {
+        "gpus": (4, 4),
+        "told": {"overlap_dp": "false"},
+        "model": {
+            "family": "qwen2", "num_layers": 28, "hidden_size": 3584, "ffn_size": 18944, "num_heads": 28,
+            "vocab_size": 152064, "num_kv_heads": 4, "gated_ffn": True, "norm_eps": 1e-06, "qkv_bias": True,
+            "tied_embeddings": False, "rope_theta": 1000000.0,
+        },
+        "batch": {"seq_len": 2048, "global_batch": 128},
+        "layout": {
+            "tp": 4, "pp": 1, "cp": 1, "micro_batch": 1, "sequence_parallel": True, "dp_shard": 1,
+            "dp_replicate": 1,
+        },
+        "precision": {"compute": "bfloat16"},
+        "optimizer": {
+            "name": "adamw", "lr": 5e-06, "weight_decay": 0.1, "max_norm": 1.0, "beta1": 0.9, "beta2": 0.98,
+        },
+    },
+    "nemo2/long.yaml": {
+        "gpus": (256, 8),
+        "told": {"overlap_dp": "true", "cuda_graphs": "full"},
+        "model": {
+            "family": "llama", "num_layers": 80, "hidden_size": 8192, "ffn_size": 28672, "num_heads": 64,
+            "vocab_size": 128256, "num_kv_heads": 8, "gated_ffn": True, "norm_eps": 1e-05, "tied_embeddings": False,
+            "rope_theta": 500000.0,
+        },
+        "batch": {"seq_len": 65536, "global_batch": 64},
+        "layout": {
+            "tp": 8, "pp": 4, "cp": 4, "micro_batch": 1, "sequence_parallel": True, "tp_overlap": True,
+            "cp_method": "ring", "virtual_stages": 5, "schedule": "interleaved-1f1b", "dp_shard": 1, "dp_replicate": 2,
+            "recompute": "every-4",
+        },
+        "precision": {"compute": "bfloat16", "matmuls": "mxfp8"},
+        "optimizer": {
+            "name": "adamw", "lr": 0.00015, "weight_decay": 0.1, "max_norm": 1.0, "beta1": 0.9, "beta2": 0.95,
+            "eps": 1e-05, "state_format": "bfloat16",
+        },
+    },
+    "nemo2/changed.sh": {
+        "gpus": (64, 8),
+        "told": {"overlap_dp": "true"},
+        "model": {
+            "family": "llama", "num_layers": 32, "hidden_size": 4096, "ffn_size": 14336, "num_heads": 32,
+            "vocab_size": 128256, "num_kv_heads": 8, "gated_ffn": True, "norm_eps": 1e-05, "tied_embeddings": False,
+            "rope_theta": 500000.0,
+        },
+        "batch": {"seq_len": 8192, "global_batch": 128},
+        "layout": {
+            "tp": 2, "pp": 1, "cp": 2, "ep": 1, "micro_batch": 2, "sequence_parallel": True, "tp_overlap": True,
+            "cp_method": "ring", "dp_shard": 16, "dp_replicate": 1, "recompute": "full",
+        },
+        "precision": {"compute": "bfloat16", "matmuls": "fp8-tensorwise", "reduce": "bfloat16"},
+        "optimizer": {
+            "name": "adamw", "lr": 0.0004, "weight_decay": 0.1, "max_norm": 1.0, "beta1": 0.9, "beta2": 0.95,
+            "eps": 1e-05,
+        },
+    },
 }  # fmt: skip
 """File → what it says, in our words, without the model's name."""
 
@@ -178,8 +275,8 @@ def test_every_file_of_the_folders_is_held_against_what_it_says():
     assert {str(each.relative_to(FOLDER)) for each in files} == set(UNDERSTOOD)
 
 
-def read(text: str, **given: str) -> Any:
-    file = OtherFile(FOLDER / "file", text, read_tree(text, given), given)
+def read(text: str, name: str = "file", **given: str) -> Any:
+    file = OtherFile(FOLDER / name, text, read_tree(text, given), given)
     found = next(each for each in (read_nemo2, read_bridge) if each.is_ours(file)).read(file)
     if found.problems:
         raise InvalidConfig(list(dict.fromkeys(found.problems)))
@@ -191,7 +288,7 @@ def change(name: str, *pairs: tuple[str, str]) -> Any:
     for before, after in pairs:
         assert before in text, before
         text = text.replace(before, after)
-    return read(text, **GIVEN.get(name, {}))
+    return read(text, name, **GIVEN.get(name, {}))
 
 
 def list_rows(found: Any, how: str) -> dict[str, str]:
@@ -248,6 +345,26 @@ def test_what_has_no_effect_is_said():
     assert recipe["trainer.strategy.ddp.overlap_grad_reduce = false"].startswith("trainer.callbacks[1].overlap_grad")
     longer = list_rows(change("bridge/changes.yaml", ("  seq_length: 16384", "  seq_length: 8192")), "no effect")
     assert longer["model.seq_length = 8192"] == "dataset.sequence_length says it"
+
+
+def test_callbacks_that_watch_a_run_are_ignored_and_others_are_refused_by_name():
+    rows = {
+        row.option for row in change("nemo2/experts.yaml").rows if row.note == "about the length of the run, and logs"
+    }
+    assert any(row.startswith("trainer.callbacks[1] = nemo.lightning.pytorch.callbacks.garbage") for row in rows)
+    for name in ("MegatronTokenDropCallback", "DeepEPCallback", "ModelTransform", "LayerFreezer"):
+        with pytest.raises(InvalidConfig, match=rf"trainer.callbacks\[1\]={name} is not understood here"):
+            change("nemo2/experts.yaml", ("GarbageCollectionCallback", name))
+
+
+def test_a_command_changes_nothing_in_a_list_of_the_yaml_that_it_names(capsys):
+    found = change("nemo2/changed.sh")
+    assert found.get("layout", "tp_overlap") is True and list_rows(found, "read")["data.micro_batch_size = 2"] == ""
+    options = {"--tp-comm-overlap": None, "--tensor-model-parallel-size": ["4"]}
+    assert read_nemo2.to_own(options, found.own) == {"trainer.strategy.tensor_model_parallel_size": 4}
+    assert main(["explain", str(FOLDER / "nemo2/changed.sh"), "--gpu", "h100-80g-sxm"]) == 0
+    said = capsys.readouterr().out
+    assert "data.micro_batch_size = 8 (was 2)" in said.partition("as changes of")[2] and "trainer.callbacks" not in said
 
 
 def test_formats_of_the_optimizers_state():
@@ -438,11 +555,11 @@ def check_round_trip(job: Any, own: dict[str, Any]) -> None:
         assert found.told.get("overlap_pp", "true") == str(features.overlap_pp).lower()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
-    if (options := list_options(job)) is None:
-        return
+    options = list_options(job)
+    assume(options is not None)
     layout, bridge = job.layout, read_bridge.to_own(options)
     dp = layout.world_size // (layout.tp * layout.pp * layout.cp)
     bridge |= {"comm_overlap.data_parallel_size": dp, "comm_overlap.overlap_param_gather": None}

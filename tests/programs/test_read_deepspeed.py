@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from program_files import check_rows, check_understood
+from hypothesis import given
+from program_files import ROUND_TRIPS, check_rows, check_understood
 from trainer_jobs import compare, draw_jobs, read_text, to_json
 
 from dtlayout.base.errors import InvalidConfig
@@ -147,7 +147,7 @@ def test_states_in_fp32_beside_masters_in_bf16_are_said(tmp_path):
     assert found.get("optimizer", "state_format") == "float32" and found.get("precision", "params") == "bfloat16"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs(engines=["deepspeed"], adapters=False))
 def test_what_is_chosen_for_a_job_is_read_back(tmp_path_factory, job):
     options, _ = choose_options(job)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from program_files import check_understood, compare_job
+from program_files import ROUND_TRIPS, check_understood, compare_job
 from program_jobs import LAYOUTS, job_of
 
 from dtlayout.base import toml
@@ -174,11 +174,11 @@ def test_what_has_no_effect_is_said():
         (("--sequence-parallel", "--sequence-parallel $MORE"), "$MORE may hold options, and is set by no line of"),
         (("--sequence-parallel", "--sequence-parallel false"), "--sequence-parallel takes no value, and has false"),
         (("--bf16", "--bf16 --moe-expert-capacity-factor 1.5"), "--moe-expert-capacity-factor is not understood here"),
-        (("--bf16", "--bf16 --transformer-impl local"), "--transformer-impl is not understood here"),
+        (("--bf16", "--bf16 --transformer-impl inference"), "--transformer-impl is not understood here"),
         (("--bf16", "--bf16 --num-experts 8"), "experts are cut by 8 ranks of tp, which is not predicted"),
         (("torchrun", "if true; then torchrun"), "the `if` of line"),
         (("PARALLEL+=(--use", "[ $X ] && PARALLEL+=(--use"), "$PARALLEL may hold options, and is set behind `&&`"),
-        (("backend fused", "backend local"), "--attention-backend local is nothing that is known here"),
+        (("backend fused", "backend own"), "--attention-backend own is nothing that is known here"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_named(change, problem):
@@ -196,6 +196,27 @@ def change(name: str, *pairs: tuple[str, str]) -> Understood:
         assert before in text
         text = text.replace(before, after)
     return read(text, {})
+
+
+def test_a_script_whose_yaml_says_everything_names_it():
+    for option in ("--yaml-cfg gpt.yaml", "--yaml-cfg=gpt.yaml"):
+        with pytest.raises(InvalidConfig, match=r"--yaml-cfg gpt\.yaml says everything: give that file"):
+            read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {option}", {})
+
+
+def test_blocks_without_transformer_engine_keep_the_scores_of_attention():
+    for before, after in (
+        (" --attention-backend fused", " --transformer-impl local"),
+        ("--bf16", "--bf16 --transformer-impl local"),
+    ):
+        plain = change("arrays.sh", (before, after))
+        assert plain.get("kernels", "attention") == "megatron-softmax"
+    assert [row.note for row in plain.rows if row.option == "--attention-backend fused"] == [
+        "with --transformer-impl local"
+    ]
+    flash = change("arrays.sh", ("--attention-backend fused", "--use-flash-attn --transformer-impl local"))
+    assert flash.get("kernels", "attention") == "flash-attn"
+    assert change("arrays.sh", ("backend fused", "backend unfused")).get("kernels", "attention") == "megatron-softmax"
 
 
 def test_defaults_are_those_of_the_program():
@@ -316,13 +337,13 @@ def draw_jobs(draw: Any) -> Job:
     return job_of("megatron", layout, model=model, optimizer=optimizer, **formats)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
     try:
         lines = PROGRAMS["megatron"].write(job).lines
     except DtlayoutError:
-        return
+        assume(False)
     compare(job, read("\n".join(lines), {"RENDEZVOUS": "host:29500"}))
 
 

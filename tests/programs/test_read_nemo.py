@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given
 from megatron_jobs import draw_jobs, list_differences, list_options
-from program_files import check_any_value, check_rows, check_understood, compare_job
+from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
@@ -282,11 +282,11 @@ def test_changes_are_written_under_names_that_the_file_has():
         read_nemo.to_own({"--optimizer": ["sgd"], "--use-distributed-optimizer": []})
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs())
 def test_what_is_written_is_read_back(job):
-    if (options := list_options(job)) is None:
-        return
+    options = list_options(job)
+    assume(options is not None)
     layout = job.layout
     try:
         own = read_nemo.to_own(options)
@@ -294,7 +294,7 @@ def test_what_is_written_is_read_back(job):
         shares_sgd = job.scenario.optimizer.name == "sgd" and job.shards_state
         has_fp8 = options["--fp8-format"] is not None
         assert shares_sgd or (layout.zero > 1 and (layout.dp_replicate > 1 or has_fp8)), error
-        return
+        assume(False)
     devices = min(8, layout.world_size)
     own |= {"trainer.devices": devices, "trainer.num_nodes": layout.world_size // devices}
     own |= {"model.megatron_amp_O2": True, "model.transformer_engine": True}

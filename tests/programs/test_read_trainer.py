@@ -1,14 +1,19 @@
 """Commands of Hugging Face's Trainer: each is understood field by field, with the files that it names."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from program_files import check_understood
+from hypothesis import given
+from program_files import ROUND_TRIPS, check_understood
+from trainer_jobs import compare, draw_jobs, read_text, to_json
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
+from dtlayout.programs.program import Job
+from dtlayout.programs.read_trainer_script import choose_options
 from dtlayout.programs.reading import read_program
 from dtlayout.programs.understood import Understood
 
@@ -251,3 +256,30 @@ def test_read_shows_each_option(capsys):
     said = capsys.readouterr().out
     assert "Hugging Face's Trainer, 16 GPUs, 8 a node" in said and "layout.zero=2" in said
     assert "not predicted: about the course of the learning rate" in said
+
+
+def write_command(folder: Path, job: Job) -> str:
+    """A command with the options that are chosen for a job; those of DeepSpeed and FSDP lie in JSON files beside it."""
+    options, gaps = choose_options(job)
+    assert not gaps
+    adapter = job.model.adapter
+    if adapter is not None:
+        options |= {"use_peft": True, "lora_r": adapter.rank, "lora_alpha": adapter.alpha}
+        options["lora_target_modules"] = list(adapter.targets)
+    words = ["torchrun", "--nproc_per_node", str(job.layout.world_size), "train.py", "--model_name_or_path", "x/y"]
+    for option, prefix in (("deepspeed", "deepspeed."), ("fsdp_config", "fsdp_config.")):
+        inner = {name.removeprefix(prefix): options.pop(name) for name in list(options) if name.startswith(prefix)}
+        if any(value is not None for value in inner.values()):
+            (folder / f"{option}.json").write_text(to_json(inner))
+            words += [f"--{option}", f"{option}.json"]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
+@ROUND_TRIPS
+@given(draw_jobs())
+def test_what_is_chosen_for_a_job_is_read_back(tmp_path_factory, job):
+    folder = tmp_path_factory.mktemp("job")
+    compare(job, read_text(folder, "train.sh", write_command(folder, job)))

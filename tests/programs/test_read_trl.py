@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from program_files import check_rows, check_understood
+from hypothesis import given
+from program_files import ROUND_TRIPS, check_rows, check_understood
 from trainer_jobs import compare, draw_jobs, read_text, to_yaml, write_adapter
 
 from dtlayout.base.errors import InvalidConfig
@@ -222,7 +222,7 @@ def name_adapter(adapter: Adapter) -> dict[str, Any]:
             "lora_target_modules": list(adapter.targets)}  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@ROUND_TRIPS
 @given(draw_jobs(losses=["linear"]))
 def test_what_is_chosen_for_a_job_is_read_back(tmp_path_factory, job):
     options, gaps = choose_options(job)

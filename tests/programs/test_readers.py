@@ -17,12 +17,18 @@ FOLDERS = {
     "megatron": "Megatron-LM", "deepspeed": "DeepSpeed", "accelerate": "accelerate", "trainer": "Trainer",
     "trl": "TRL", "axolotl": "axolotl", "llama_factory": "LLaMA-Factory", "torchtitan": "torchtitan",
     "nanotron": "nanotron", "automodel": "AutoModel", "flagscale": "FlagScale", "nemo": "NeMo 1", "nemo2": "NeMo 2",
-    "bridge": "Megatron-Bridge",
+    "bridge": "Megatron-Bridge", "yaml_cfg": "--yaml-cfg",
 }  # fmt: skip
 """Folder of files as people have them → part of its reader's title."""
 BESIDE = {"stage3.json", "stage2.json", "fsdp.json", "sharded.yaml", "fsdp.yaml"}
 """Files that others name, which are of DeepSpeed, accelerate or nobody."""
 HUGGING_FACE = ("DeepSpeed", "accelerate", "Trainer", "TRL", "axolotl", "LLaMA-Factory")
+
+
+NAMED_ONCE = {"megatron_newest": "megatron"}
+"""Folder of more files of a program → its first folder."""
+FIXTURES = 6
+"""Fewest files of each program, as people have them, that are understood field by field."""
 
 
 def list_takers(path: Path, text: str) -> list[str]:
@@ -37,6 +43,16 @@ def test_files_are_taken_by_their_own_programs_reader(folder):
         is_own = path.name not in BESIDE or (folder, path.name) == ("llama_factory", "sharded.yaml")
         if path.is_file() and is_own:
             assert FOLDERS[folder] in list_takers(path, path.read_text())[0], path
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.title)
+def test_each_program_has_six_files_or_more(reader):
+    count = 0
+    for folder in (*FOLDERS, *NAMED_ONCE):
+        for path in (Path(__file__).parent / folder).rglob("*"):
+            if path.is_file() and path.name not in BESIDE:
+                count += list_takers(path, path.read_text())[:1] == [reader.title]
+    assert count >= FIXTURES
 
 
 def test_configs_of_ours_are_nobodys():

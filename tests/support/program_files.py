@@ -1,10 +1,13 @@
 """Files of other programs: each is understood field by field; what is written for a job is read back as that job."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+from hypothesis import HealthCheck, settings
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.config.loading import parse_config
@@ -15,6 +18,10 @@ from dtlayout.programs.trees import Tree, read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 from dtlayout.spec.layout import Layout
 
+ROUND_TRIPS = settings(
+    max_examples=int(os.environ.get("ROUND_TRIPS", "100")), deadline=None, suppress_health_check=list(HealthCheck)
+)
+"""Random jobs that are written and read back, of each program; `make round-trips` takes 500."""
 ODD = (None, "", "x", "none", "1e400", -1, 0, 1.5, float("nan"), 10**400, True, [], [1], ["a", None], {},
        Unknown("${oc.env:X}", "X", "nothing"))  # fmt: skip
 """Values that few options take."""
