@@ -103,6 +103,17 @@ def test_readme_is_short_and_names_files_that_are_there():
             folder = path if path.is_dir() else path.parent
 
 
+def test_pictures_are_there_and_small_and_readmes_follows_light_and_dark():
+    (name,) = re.findall(r'<img src="([^"]+)" alt="[^"]{20,}"', README)
+    (dark,) = re.findall(r'<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">', README)
+    assert dark != name and README.splitlines().index(next(line for line in README.splitlines() if name in line)) < 30
+    shown = [ROOT / name, ROOT / dark, *(ROOT / "docs" / "guide").glob("*.png")]
+    assert {path.name for path in shown} == {"web-answer.png", "web-answer-dark.png", "web-opened.png"}
+    for path in shown:
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) < 60_000
+
+
 def test_readme_says_how_wrong_predictions_are_as_the_report_does():
     report = (ROOT / "benchmarks" / "validation.md").read_text(encoding="utf-8")
     wide = [line.split("|")[5:] for line in report.splitlines() if line.count("|") > 14]

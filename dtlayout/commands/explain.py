@@ -18,6 +18,7 @@ from dtlayout.commands.side_question import Asked
 from dtlayout.commands.their_file import TheirFile
 from dtlayout.costmodel.attention import weigh_scores
 from dtlayout.costmodel.estimate import Estimate
+from dtlayout.costmodel.messages import AxisMessages
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.models.counting import FROZEN_FLOPS, count_active_frozen_parameters
 from dtlayout.models.families import describe
@@ -32,6 +33,8 @@ EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 _QUESTIONS = (MEASURED, LENGTHS, BESIDE, CHANGES)
 """Questions that may be asked beside the layout; their answers follow it in this order."""
 _BAR_WIDTH = 60
+LINKS = "fast links join the GPUs of a node, or of a rack; the network joins nodes"
+"""Sentence on the two kinds of links that messages take."""
 T = TypeVar("T")
 
 
@@ -119,6 +122,7 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
     changes += _hint_at_disk(scenario, explanation)
     assumed = describe_assumptions(engine.name, to_assumptions(scenario))
+    time += _format_messages(explanation)
     tables = [*memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
     return [*align(facts, ("<12", "<")), *assumed, "", *tables]
 
@@ -201,6 +205,21 @@ def _format_time(estimate: Estimate) -> list[str]:
     return align([["step", *["seconds"] * estimate.knows_time, "share"], *rows])
 
 
+def _format_messages(explanation: Explanation) -> list[str]:
+    """A table of what the rank of the step sends along each axis, and a sentence on its links; none for one rank."""
+    rank, now = explanation.step_rank, explanation.estimate
+    if not (messages := explanation.messages[rank]):
+        return []
+    seconds = ["seconds to send", "waited for"] * now.knows_time
+    head = [f"sent by rank {rank}", "GB by fast links", "GB by network", *seconds, "hidden"]
+    rows = [
+        [each.axis, *(f"{sent / 1e9:.3f}" for sent in each[1:3]),
+         *[f"{each.sending_s:.4f}", f"{each.waited_s:.4f}"] * now.knows_time, f"{each.hidden_share:.0%}"]
+        for each in messages
+    ]  # fmt: skip
+    return ["", *align([head, *rows]), LINKS]
+
+
 def _format_changes(explanation: Explanation) -> list[str]:
     now, growth = explanation.estimate, explanation.growth
     if explanation.changes:
@@ -261,6 +280,10 @@ def to_document(scenario: Scenario, explanation: Explanation) -> dict[str, objec
         saved = {"saved_s": said(now.step_time_s - after.step_time_s), "saved_bytes": now.peak_bytes - after.peak_bytes}
         return {**what, **list_numbers(after), **saved}
 
+    def show_messages(messages: AxisMessages) -> dict[str, object]:
+        seconds = {"sending_s": said(messages.sending_s), "waited_s": said(messages.waited_s)}
+        return {**messages._asdict(), **seconds, "hidden_share": messages.hidden_share}
+
     return {
         "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,
         **list_numbers(now),
@@ -271,7 +294,9 @@ def to_document(scenario: Scenario, explanation: Explanation) -> dict[str, objec
         "host_memory_bytes": list(now.host_bytes),
         "disk_bytes": list(now.disk_bytes), "on_disk_s": said(explanation.on_disk_s),
         "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),
-        "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "limit": asdict(explanation.limit),
+        "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "step_rank": explanation.step_rank,
+        "messages": [[show_messages(each) for each in of_rank] for of_rank in explanation.messages],
+        "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],
         "growth": None if growth is None else describe(growth),
         "fine_tuning": None if explanation.fine_tuning is None else describe(explanation.fine_tuning),

@@ -8,7 +8,7 @@ from math import log
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, StrMethodFormatter
 
 from dtlayout.base.formatting import plural, three_digits
 from dtlayout.commands.arguments import JsonDocument
@@ -19,6 +19,8 @@ from dtlayout.report.charts import Bar, draw_bars
 
 _APART, _ABOVE = 0.15, 0.08
 """Shares of the axes of days and of cost below which two labels would touch."""
+_LONG = 0.22
+"""Share of the axis below which two names with marks would touch."""
 _LINE = 13
 """Points between lines of labels."""
 
@@ -89,7 +91,8 @@ def _draw_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
     labelled, ticks = list[int](), list[float]()
     for i in sorted(range(len(rows)), key=lambda i: not marks[i]):
         near = [other for other in labelled if abs(places[i] - places[other]) < _APART]
-        touching = sum(abs(costs[i] - costs[other]) < _ABOVE * top for other in near)
+        beside = [other for other in labelled if abs(places[i] - places[other]) < (_LONG if marks[i] else _APART)]
+        touching = sum(abs(costs[i] - costs[other]) < _ABOVE * top for other in beside)
         if touching and not marks[i]:
             continue
         labelled.append(i)
@@ -101,7 +104,7 @@ def _draw_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
     axes.set(xscale="log", xlim=(low, high), ylim=(0, top), xlabel="days", ylabel=name)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if min(days) >= 10 else "{x:,.2g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:,.2g}"))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.spines[["top", "right"]].set_visible(False)
     return html.picture(figure, f"{name} against days")

@@ -32,7 +32,7 @@ from dtlayout.costmodel.parameter_groups import Apart, count_apart
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import BlocksWork, LayoutWork, StageWork, send_s
-from dtlayout.costmodel.update import find_update, update_times
+from dtlayout.costmodel.update import Update, find_update, update_times
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import PipelineTime, time_pipeline, time_shared_pipeline
@@ -135,6 +135,17 @@ def stage_times(schedule: str, work: Sequence[StageWork], delay_s: float) -> Sta
         message_s=(delay_s,) * (len(work) - 1),
         backward_weight_s=tuple(w.weight_s for w in work) if splits_backward else (),
     )
+
+
+def find_busiest(times: Mapping[int, TimeEstimate]) -> tuple[int, TimeEstimate]:
+    """The busiest rank and its step: the one whose time without bubble is longest.
+
+    Its bubble becomes the rest of the time until the last of these ranks ends, whichever that is. Which rank ends last
+    tells little: they end within a message of each other, and one that has a block less waits that much longer.
+    """
+    rank = max(times, key=lambda each: times[each].total - times[each].bubble)
+    others = times[rank].total - times[rank].bubble
+    return rank, replace(times[rank], bubble=max(time.total for time in times.values()) - others)
 
 
 def estimate(scenario: Scenario, layout: Layout, kernels: Kernels) -> Estimate:
@@ -252,12 +263,17 @@ class Estimator:
 
     def time(self, layout: Layout, kernels: Kernels, memory: RankMemory) -> TimeEstimate:
         """The step of the busiest rank."""
+        return find_busiest(self.rank_times(layout, kernels, memory))[1]
+
+    def rank_times(self, layout: Layout, kernels: Kernels, memory: RankMemory) -> dict[int, TimeEstimate]:
+        """Each pipeline rank → its step, until it has ended itself."""
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
         groups = self.groups(PipelineLayout.of(layout)).groups
         firsts = {group.ranks[0]: self.update_s(group.ranks[0], layout, m, work) for group in groups}
         updates = {rank: firsts[group.ranks[0]] for group in groups for rank in group.ranks}
-        return self.step(layout, m, work, updates, delay_s=self.delay_s(layout), peak_bytes=memory.peak_bytes)
+        delay_s = self.delay_s(layout)
+        return self._split_ranks(layout, m, work, updates, delay_s=delay_s, peak_bytes=memory.peak_bytes)
 
     def step(
         self,
@@ -269,11 +285,25 @@ class Estimator:
         delay_s: float,
         peak_bytes: float,
     ) -> TimeEstimate:
-        """The step of the busiest rank: the one whose time without bubble is longest. `updates` has the ranks to look
-        at, with the data-parallel and optimizer seconds of each that nothing hides; `work` has all stages.
+        """The step of the busiest rank.
 
-        The bubble is the rest of the time until the last of these ranks ends, whichever that is. Which rank ends last
-        tells little: they end within a message of each other, and one that has a block less waits that much longer.
+        `updates` has the ranks to look at, with the data-parallel and optimizer seconds of each that nothing hides.
+        `work` has all stages.
+        """
+        return find_busiest(self._split_ranks(layout, m, work, updates, delay_s=delay_s, peak_bytes=peak_bytes))[1]
+
+    def _split_ranks(
+        self,
+        layout: Layout,
+        m: int,
+        work: Sequence[StageWork],
+        updates: Mapping[int, tuple[float, float]],
+        *,
+        delay_s: float,
+        peak_bytes: float,
+    ) -> dict[int, TimeEstimate]:
+        """Each rank of `updates` → its step, whose bubble ends with the rank's own pipeline.
+
         Where ranks share cores, all of a rank's own work is longer by what the others took meanwhile.
         """
         pipeline = self.play(layout, m, work, delay_s)
@@ -294,10 +324,7 @@ class Estimator:
                 host=times * own.host_s + fixed_s,
             )
 
-        times = [split(rank, *update) for rank, update in updates.items()]
-        busiest = max(times, key=lambda time: time.total - time.bubble)
-        others = busiest.total - busiest.bubble
-        return replace(busiest, bubble=max(time.total for time in times) - others)
+        return {rank: split(rank, *update) for rank, update in updates.items()}
 
     def lower_bound_s(self, layout: Layout, kernels: Kernels) -> float:
         """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""
@@ -308,15 +335,20 @@ class Estimator:
 
     def update_s(self, rank: int, layout: Layout, m: int, work: Sequence[StageWork]) -> tuple[float, float]:
         """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""
-        chunks, own = layout.placement.take(self.stages(layout), rank), StageWork.add(layout.placement.take(work, rank))
+        own = StageWork.add(layout.placement.take(work, rank))
+        num_layers = sum(len(chunk.layers) for chunk in layout.placement.take(self.stages(layout), rank))
+        update = self.update(rank, layout)
+        return update_times(self.scenario, layout, update, num_layers, m, own.forward_s, own.backward_s)
+
+    def update(self, rank: int, layout: Layout) -> Update:
+        """The end of a step on a pipeline rank, whatever hides it."""
+        chunks = layout.placement.take(self.stages(layout), rank)
         model = self.scenario.model
         n = sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks)
         of_experts = sum(count_stage_experts(model, chunk, layout.ep) for chunk in chunks)
-        num_layers = sum(len(chunk.layers) for chunk in chunks)
         has_head = any(chunk.head for chunk in chunks)
         apart = self._count_apart(chunks, layout)
-        update = find_update(self.scenario, layout, n, has_head=has_head, of_experts=of_experts, apart=apart)
-        return update_times(self.scenario, layout, update, num_layers, m, own.forward_s, own.backward_s)
+        return find_update(self.scenario, layout, n, has_head=has_head, of_experts=of_experts, apart=apart)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""

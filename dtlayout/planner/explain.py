@@ -12,7 +12,8 @@ from itertools import chain
 from math import inf
 
 from dtlayout.base.refusals import show_value
-from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.estimate import Estimate, Estimator, find_busiest
+from dtlayout.costmodel.messages import AxisMessages, list_messages
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.planner.coarse_state import find_coarse_state
 from dtlayout.planner.fine_tuning import list_fine_tunings
@@ -73,6 +74,10 @@ class Explanation:
     """Seconds of a step in which a rank's disk reads and writes; 0 where nothing lies there."""
     fine_tuning: Change | None = None
     """The layout with a LoRA beside a frozen model, on a base of 4 bits if need be, where it does not fit without."""
+    step_rank: int = 0
+    """The pipeline rank whose step the estimate's time tells: the busiest one."""
+    messages: tuple[tuple[AxisMessages, ...], ...] = ()
+    """Messages of each pipeline rank, for each axis along which it sends any."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
@@ -84,8 +89,13 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     stages = () if scenario.is_on_host else estimator.work(layout, kernels)
     waits = any(work.host_s > LEAST_GAIN * (work.forward_s + work.backward_s) for work in stages)
     limit = find_limit(now, waits_for_host=waits)
-    found = Explanation(now, limit, changes, growth, fine_tuning=find_fine_tuning(scenario, now))
-    found = replace(found, on_disk_s=estimator.on_disk_s(layout))
+    times = estimator.rank_times(layout, kernels, now.memory)
+    messages = list_messages(estimator, layout, kernels, times)
+    found = Explanation(
+        now, limit, changes, growth, on_disk_s=estimator.on_disk_s(layout),
+        fine_tuning=find_fine_tuning(scenario, now), step_rank=find_busiest(times)[0],
+        messages=tuple(map(tuple, messages.values())),
+    )  # fmt: skip
     if layout.offload == "none" or scenario.is_on_host:
         return found
     gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=inf, disk_bytes_per_s=inf)

@@ -23,7 +23,6 @@ from dtlayout.config.loading import load_config
 from dtlayout.report import html
 from dtlayout.training.metrics import Validation, read_summary, time_steps
 
-_COLOURS = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors  # type: ignore[attr-defined]
 _MEAN_SHARE, _LEAST_MEAN, _EARLIER = 50, 3.0, 10
 """Steps that a mean reaches over by default: steps of the longest run / `_MEAN_SHARE`, at least `_LEAST_MEAN`. Early in
 a run it reaches over at most the steps so far / `_EARLIER`."""
@@ -203,7 +202,8 @@ class Curves:
         """Write table and pictures as one page; DtlayoutError if it cannot be written."""
         parts = [html.paragraph(note, "note") for note in self.notes]
         parts.append(html.table(self.list_rows(), "runs"))
-        for (_, title, wide), (_, _, narrow) in zip(self.draw(), self.draw(_PHONE), strict=True):
+        for_phones = Curves(self.runs, self.smooth_steps)  # which has another size at the same time
+        for (_, title, wide), (_, _, narrow) in zip(self.draw(), for_phones.draw(_PHONE), strict=True):
             parts.append(html.heading(title) + html.picture(wide, title, narrow))
         html.write_page(path, self.title, parts)
 
@@ -301,7 +301,7 @@ class Curves:
 
     def _coloured(self) -> Iterator[tuple[Any, RunCurves]]:
         """Pairs of a run and its colour, which is the same in every picture."""
-        return ((_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(self.runs))
+        return ((html.LINES[i % len(html.LINES)], run) for i, run in enumerate(self.runs))
 
 
 def _end(figure: Figure) -> Figure:

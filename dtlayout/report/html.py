@@ -25,8 +25,18 @@ from dtlayout.base.files import PAGE_MARK, check_own, write
 
 matplotlib.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
-ACCENT, MARK = "#4477aa", "#cc3311"
-"""Colours of figures that become those of page.css: what is there, and what is set beside it."""
+
+def _read_style() -> str:
+    return files("dtlayout.report").joinpath("page.css").read_text("utf-8")
+
+
+COLOURS = dict(re.findall(r"--(c\d|mark): (#[0-9a-f]{6});", _read_style().partition("@media")[0]))
+"""Name of a colour in page.css → the colour in light; in the SVG of a page it becomes the name, and so follows dark."""
+ACCENT, MARK = COLOURS["c0"], COLOURS["mark"]
+"""Colours of figures: of what is there, and of what is set beside it."""
+LINES = [COLOURS[name] for name in ("c0", "c2", "c3", "c5", "c7", "c6")] + [*plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
+"""Colours of lines and dots, each of which stands out on the page and beside the others: strong ones of page.css, then
+further ones, which are the same in light and dark."""
 _NUMBER = re.compile(r"[×+]?-?[\d.,]+( ?(%|[A-Za-z]+))?")
 
 
@@ -37,7 +47,7 @@ class Markup(str):
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write HTML parts as a page with the title as its heading; DtlayoutError if it cannot be, or is no page now."""
     check_own(path, PAGE_MARK, "a page")
-    style, script = (files("dtlayout.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    style, script = _read_style(), files("dtlayout.report").joinpath("page.js").read_text("utf-8")
     name = escape(title)
     page = (
         f'{PAGE_MARK}<html lang="en"><head><meta charset="utf-8">'
@@ -55,8 +65,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 def fragment(title: str, parts: Iterable[str]) -> str:
     """HTML parts as a piece of another page, such as a notebook's, on which their style has no effect elsewhere."""
-    style = files("dtlayout.report").joinpath("page.css").read_text("utf-8")
-    style = re.sub(r"^( *)(?::root|body)(?= \{)", r"\1&", style, flags=re.MULTILINE)
+    style = re.sub(r"^( *)(?::root|body)(?= \{)", r"\1&", _read_style(), flags=re.MULTILINE)
     inside = f'<section role="region" aria-label="{html.escape(title)}">{subheading(title)}{"".join(parts)}</section>'
     return f'<div class="dtlayout"><style>.dtlayout {{\n{style}}}</style>{inside}</div>'
 
@@ -143,7 +152,7 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]], heads: Sequence[s
 def picture(figure: Figure, name: str, narrow: Figure | None = None) -> str:
     """A figure as SVG with words that can be selected, which is closed; `name` is what it is read out as.
 
-    Greys become mixtures of the page's ink and paper, ACCENT and MARK its own, so that all follow light and dark. Where
+    Greys become mixtures of the page's ink and paper, COLOURS its own, so that all follow light and dark. Where
     a page is narrow `narrow` stands in its place, whole; without one the figure scrolls sideways.
     """
     if narrow is None:
@@ -160,7 +169,8 @@ def _to_svg(figure: Figure, name: str) -> str:
     plt.close(figure)
     _, _, drawing = text.getvalue().partition("<svg")  # what is before belongs to a file of its own
     drawing = f'<svg role="img" aria-label="{html.escape(name)}"' + drawing
-    drawing = drawing.replace(ACCENT, "var(--accent)").replace(MARK, "var(--mark)")
+    for name, colour in COLOURS.items():
+        drawing = drawing.replace(colour, f"var(--{name})")
     return re.sub(r"#([0-9a-f]{2})\1\1\b", _mix, drawing)
 
 

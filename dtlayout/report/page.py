@@ -176,6 +176,7 @@ class Report:
 
     def _draw_predictions(self) -> str:
         figure, axes = plt.subplots(figsize=(7, 4.2 + 0.17 * len(self.tables)), layout="constrained")
+        axes.set_prop_cycle(color=html.LINES)
         speeds: list[float] = []
         for name, rows in self.tables.items():
             if pairs := self._pair_speeds(rows):

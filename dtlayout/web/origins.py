@@ -143,6 +143,43 @@ MEMORY_FSDP2 = MEMORY | {
     "buffers": Origin("units gathered for use, e·N, and a unit's reduction, r·N", _FSDP2),
 }
 """Component of memory → its origin, under FSDP2."""
+_MESSAGES = f"{_TIME}#messages"
+_LINKS = ("link_efficiency", "collective_start_s", "link_latency_s")
+MESSAGES = {
+    "tp": Origin(
+        "all halves of an all-reduce of T·h·e bytes over n ranks, of each of which a rank sends (n − 1)/n; of all "
+        "microbatches, blocks that are computed again, and the head",
+        _MESSAGES,
+        (*_LINKS, "tp_exposed", "tp_network_efficiency", "tp_network_latency_s"),
+        ("link_bandwidth", "network_bandwidth"),
+    ),
+    "cp": Origin(
+        "keys and values of a rank's tokens, and their gradients, to the other ranks of cp; or heads, there and back",
+        _MESSAGES,
+        (*_LINKS, "network_efficiency", "network_sharing"),
+        ("link_bandwidth", "network_bandwidth", "network_latency"),
+    ),
+    "ep": Origin(
+        "k copies of each token to its experts and back, forward and backward, but those whose expert is here",
+        _MESSAGES,
+        ("exchange_efficiency", "collective_start_s", "overlap"),
+        ("link_bandwidth", "network_bandwidth", "network_latency"),
+    ),
+    "pp": Origin(
+        "T·h·e bytes, over t under sequence parallelism, of each microbatch to the next stage, and as many back",
+        _MESSAGES,
+        ("message_efficiency", "link_efficiency"),
+        ("link_bandwidth", "network_bandwidth", "network_latency"),
+    ),
+    "dp": Origin(
+        "(S − 1)/S · r·n bytes of gradients and (S − 1)/S · e·n of parameters, as often as ZeRO asks, and gradients "
+        "among replicas",
+        _MESSAGES,
+        ("overlap", "network_efficiency", "network_sharing", "network_congestion", "link_efficiency"),
+        ("network_bandwidth", "link_bandwidth", "gpus_linked"),
+    ),
+}
+"""Axis → the origin of what a rank sends along it."""
 OTHERS = {
     "step_time_s": Origin(
         "max over ranks r of (finished_r + dp_r + optimizer_r) + fixed", f"{_TIME}#from-a-layout-to-a-step"
@@ -152,6 +189,7 @@ OTHERS = {
     "capacity": Origin("memory − context_bytes", f"{_MEMORY}#does-it-fit", ("context_bytes",), ("memory",)),
     "peak": Origin("the sum of the components on the fullest pipeline rank", f"{_MEMORY}#does-it-fit"),
     "range": Origin("predicted · low to predicted · high", "docs/theory/validation.md#intervals"),
+    "efficiency": Origin("tokens/s of one GPU, over those of one GPU of the smallest cluster", f"{_TIME}#mfu"),
     "cost": Origin("tokens / (tokens/s); GPU-hours = GPUs · hours; money = GPU-hours · price", f"{_TIME}#mfu"),
 }  # fmt: skip
 """Other number → its origin."""
@@ -161,8 +199,10 @@ _MEANINGS = {
     "tokens_per_s": "Tokens trained in a second by all GPUs together, or by one.",
     "capacity": "Bytes that PyTorch's allocator may hold on one GPU.",
     "peak": "Bytes that the fullest pipeline rank holds at its fullest moment.",
-    "cost": "Steps alone, without restarts and checkpoints.",
+    "efficiency": "Speed of one GPU beside that of one GPU of the smallest cluster.",
+    "cost": "Days, GPU-hours and money of the steps alone, without restarts and checkpoints. The price is yours.",
 }
+_SENT = "Everything that one rank sends in a step along {}: bytes, seconds, and the share that computing hides."
 
 
 def list_origins(scenario: Scenario) -> dict[str, Any]:
@@ -183,6 +223,7 @@ def list_origins(scenario: Scenario) -> dict[str, Any]:
                 f"memory.{name}": _show(each, find_meaning(MemoryEstimate, name), scenario)
                 for name, each in memory.items()
             },
+            **{f"messages.{axis}": _show(each, _SENT.format(axis), scenario) for axis, each in MESSAGES.items()},
             **{name: _show(each, _MEANINGS.get(name, ranges), scenario) for name, each in OTHERS.items()},
         },
     }  # fmt: skip

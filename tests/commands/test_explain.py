@@ -13,7 +13,7 @@ from tiny import ROOT, TinyFiles, write_tiny
 
 from dtlayout.base.refusals import show_value
 from dtlayout.cli import main
-from dtlayout.commands.explain import EXAMPLE
+from dtlayout.commands.explain import EXAMPLE, LINKS
 from dtlayout.costmodel.memory import MemoryEstimate
 
 EXPERTS = ("number", "per_token", "ffn_size")
@@ -80,6 +80,25 @@ def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
     assert lines[15].count("|") == 1 and "% of " in lines[15]
     assert any(line.startswith("change ") for line in lines)
     assert "--layout.recompute=none" in text
+
+
+def test_messages_of_the_steps_rank_are_a_table_of_what_the_document_has(capsys):
+    arguments = (LLAMA, "--gpus", "64", "--layout.pp=2", "--layout.tp=4")
+    text, document = explain(capsys, *arguments), json.loads(explain(capsys, *arguments, "--json"))
+    rank, lines = document["step_rank"], text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"sent by rank {rank}  "))
+    messages = document["messages"][rank]
+    assert lines[at + 1 + len(messages)] == LINKS and [each["axis"] for each in messages] == ["tp", "pp", "dp"]
+    for line, each in zip(lines[at + 1 :], messages, strict=False):
+        axis, near, far, sending_s, waited_s, hidden = line.split()
+        assert axis == each["axis"] and float(near) == pytest.approx(each["fast_link_bytes"] / 1e9, abs=1e-3)
+        assert float(far) == pytest.approx(each["network_bytes"] / 1e9, abs=1e-3)
+        assert float(sending_s) == pytest.approx(each["sending_s"], abs=1e-4)
+        assert float(waited_s) == pytest.approx(each["waited_s"], abs=1e-4)
+        assert hidden == f"{each['hidden_share']:.0%}"
+    assert len(document["messages"]) == 2 and messages[0]["waited_s"] == pytest.approx(document["time_s"]["tp"])
+    alone = explain(capsys, LLAMA, "--gpus", "1", "--layout.dp_shard=1")
+    assert "sent by rank" not in alone
 
 
 def test_a_bar_beyond_the_capacity_goes_on_behind_it(capsys):

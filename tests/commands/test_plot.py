@@ -94,6 +94,12 @@ def test_the_page_can_be_read_on_a_desk_and_on_a_phone(tmp_path, capsys):
     runs = [write_run(tmp_path / f"a-run-with-a-long-name-{i}", 30 * i, mfu=0.4) for i in (1, 2, 3)]
     answer(capsys, *runs, "--page", "all.html")
     check_readable(tmp_path / "all.html")
+    sizes = re.findall(
+        r'<div class="(desk|phone)">.*?viewBox="0 0 ([\d.]+) ', (tmp_path / "all.html").read_text(), re.S
+    )
+    assert {kind: {width for other, width in sizes if other == kind} for kind, _ in sizes} == {
+        "desk": {"648"}, "phone": {"302.4"},
+    }  # fmt: skip
 
 
 def test_a_run_without_a_step_is_named_beside_others_and_refused_alone(tmp_path, capsys):

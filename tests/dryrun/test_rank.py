@@ -16,11 +16,12 @@ from routing import routed_as_stated
 from thorough import mostly_thorough, thorough
 
 from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.messages import list_messages
 from dtlayout.dryrun.rank import fold
 from dtlayout.dryrun.report import Message, RankReport
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
-from dtlayout.mesh.axes import PP
+from dtlayout.mesh.axes import PP, axis_sizes, expert_sizes
 from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernels import Kernels
@@ -140,6 +141,36 @@ def test_a_rank_holds_and_sends_what_a_real_one_does(ranks4: Ranks, case: Case) 
             assert expected[report.coordinate[PP]] == pytest.approx(on_disk.total, rel=0.02)
         assert report.peak_bytes == footprint.total
         assert count_messages(report) == messages
+        if case.model.adapter is None and not case.model.tied_embeddings:
+            check_predicted_messages(case, report)
+
+
+TOLERANCES = {"pp": 0.01, "ep": 0.05, "tp": 0.22, "dp and cp": 0.02}
+"""Largest relative differences; small messages that no prediction has, as norms' gradients under sp, count here."""
+SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+"""Times that a ring sends (n - 1)/n of a collective's bytes."""
+
+
+def check_predicted_messages(case: Case, report: RankReport) -> None:
+    """Fail unless a rank sends along each axis what is predicted; dp and cp share groups, and count together."""
+    layout, estimator = case.layout, Estimator(make_scenario(case))
+    now = estimator.estimate(layout, case.kernels)
+    times = estimator.rank_times(layout, case.kernels, now.memory)
+    sizes = {**axis_sizes(layout), **expert_sizes(layout), "all": layout.world_size}
+    sent, predicted = Counter[str](), Counter[str]()
+    for message, count in report.traffic.items():
+        axis = message.axis if message.axis in TOLERANCES else "dp and cp"
+        if message.name == "send" or (
+            message.name == "all_to_all" and message.axis == "cp" and layout.cp_method == "ring"
+        ):
+            sent[axis] += message.nbytes * count
+        elif message.name != "recv":
+            size = sizes[message.axis]
+            sent[axis] += SENT[message.name] * message.nbytes * count * (size - 1) / size
+    for each in list_messages(estimator, layout, case.kernels, times)[report.coordinate[PP]]:
+        predicted[each.axis if each.axis in TOLERANCES else "dp and cp"] += each.fast_link_bytes + each.network_bytes
+    for axis, tolerance in TOLERANCES.items():
+        assert predicted[axis] == pytest.approx(sent[axis], rel=tolerance, abs=2000), axis
 
 
 def count_messages(report: RankReport) -> Counter[tuple[str, int]]:

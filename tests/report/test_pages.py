@@ -138,7 +138,38 @@ def test_a_timeline_has_an_axis_and_grows_where_one_asks_for_it(tmp_path, width)
     ticks, grown, is_whole, early, late, scrolls, page_fits = ask_browser(tmp_path / "page.html", script, width=width)
     assert ticks == ["0 s", "2 s", "4 s", "6 s", "8 s", "10 s"]
     assert abs(grown - 8) < 0.2 and is_whole and scrolls and page_fits
+    script = """
+    const track = page.querySelector('.spans').getBoundingClientRect();
+    const text = [...page.querySelectorAll('em')].at(-1).getBoundingClientRect();
+    const zero = page.querySelector('.axis > span').getBoundingClientRect().left;
+    return [text.height < 30, text.left >= track.right || text.bottom <= track.top, zero >= track.left - 1];
+    """
+    wide = [TrackSpan(i, i + 1, 0, False, f"0F{i}") for i in range(400)]
+    chart = draw_tracks([("rank 0", wide, "12.2% waiting")], {"forward": 0}, 400.0, "{:g} s".format, name="long")
+    html.write_page(tmp_path / "long.html", "timeline", [chart])
+    assert ask_browser(tmp_path / "long.html", script, width=width) == [True] * 3, "beside the track, in one line"
     assert abs(early - late) <= 12  # a label is centred on its place
+
+
+def test_pictures_have_the_pages_colours_in_light_and_dark():
+    assert len(html.COLOURS) == 9 and {*html.COLOURS.values()} > {html.ACCENT, html.MARK}
+    figure, axes = plt.subplots()
+    for i, colour in enumerate(html.LINES[:6]):
+        axes.plot([i, i + 1], color=colour)
+    drawing = html.picture(figure, "lines")
+    assert {"var(--c0)", "var(--c2)", "var(--c3)"} <= {*re.findall(r"var\(--c\d\)", drawing)}
+    assert not [colour for colour in html.COLOURS.values() if colour in drawing]
+
+
+def test_one_file_says_how_pages_look():
+    package = Path(html.__file__).parents[1]
+    sources = {
+        path: path.read_text("utf-8") for path in package.rglob("*") if path.suffix in (".py", ".css", ".js", ".html")
+    }
+    styled = {path.name for path, text in sources.items() if re.search(r"<style\b", text)}
+    dark = {path.name for path, text in sources.items() if "@media (prefers-color-scheme" in text}
+    coloured = {path.name for path, text in sources.items() if re.search(r"(?<![\w&])#[0-9a-f]{6}\b", text)}
+    assert (styled, dark, coloured) == ({"html.py"}, {"page.css"}, {"page.css"})
 
 
 def test_every_chart_has_a_role_and_a_name():

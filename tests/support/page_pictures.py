@@ -18,14 +18,16 @@ _COLOURS = 40
 
 
 def take_pictures(folder: Path) -> None:
-    """Write web-answer.png and web-opened.png, each of few colours."""
+    """Write web-answer.png, the same in dark, and web-opened.png, each of few colours."""
     with PageServer(ask) as server, tempfile.TemporaryDirectory() as profile, driven_browser(Path(profile)) as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        browser.open(server.address, width=1180, height=680)
-        browser.wait("document.querySelector('#opened h3') && !document.querySelector('#found.old')")
-        keep(browser.picture(whole=False), folder / "web-answer.png")
-        browser.open(f"{server.address}#fix=pp%3D4&global_batch=64&engine=megatron", width=900, height=640)
-        browser.wait("document.querySelector('#timeline canvas') && !document.querySelector('#found.old')")
+        for name, dark in (("web-answer.png", False), ("web-answer-dark.png", True)):
+            browser.open(server.address, width=1180, height=720, dark=dark)
+            browser.wait("document.querySelector('#opened h3') && !document.querySelector('#found.old')")
+            browser.run("document.querySelector('#status').hidden = true")  # how long this machine took
+            keep(browser.picture(whole=False), folder / name)
+        browser.open(f"{server.address}#fix=pp%3D4&global_batch=64&engine=megatron", width=900, height=860)
+        browser.wait("document.querySelector('#timeline canvas') && !document.querySelector('#found.old')", 200)
         browser.run("document.querySelector('#opened').scrollIntoView()")
         keep(browser.picture(whole=False), folder / "web-opened.png")
         server.shutdown()

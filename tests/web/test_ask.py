@@ -17,6 +17,7 @@ from dtlayout.commands.ask import ask
 from dtlayout.costmodel.engine_constants import Constants
 from dtlayout.costmodel.estimate import TimeEstimate
 from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.messages import MESSAGE_AXES
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.cluster import known_gpus
 from dtlayout.web import origins
@@ -318,8 +319,9 @@ def test_every_part_of_an_answer_has_an_origin(engine):
 def test_origins_name_parts_constants_and_headings_that_there_are():
     root = Path(__file__).parents[2]
     assert list(origins.TIME) == list(TimeEstimate.__dataclass_fields__)
+    assert list(origins.MESSAGES) == list(MESSAGE_AXES)
     assert list(origins.MEMORY) == list(MemoryEstimate.__dataclass_fields__)
-    for each in (origins.TIME, origins.MEMORY, origins.MEMORY_FSDP2, origins.OTHERS):
+    for each in (origins.TIME, origins.MEMORY, origins.MEMORY_FSDP2, origins.MESSAGES, origins.OTHERS):
         for origin in each.values():
             assert {*origin.constants} <= {*Constants.__dataclass_fields__}
             path, _, anchor = origin.page.partition("#")

@@ -1,6 +1,7 @@
 """The page of dtlayout web in a real browser: from questions to a file, links, refusals, hostile names."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -193,6 +194,8 @@ def test_a_training_file_is_judged(browser, server, tmp_path):
     check_quiet(browser, server)
 
 
+ALREADY_SAID = r" on each of \d+|^note: [\d.]+ ?% faster|^note: As fast as|×\d|hidden$|GPU-hour\.$|^lead: .* tokens on "
+"""Texts with numbers that are the question's, or that stand beside the numbers which they are made of."""
 HOSTILE = "<img src=x onerror=hacked=1>\"'><script>hacked=1</script>"
 
 
@@ -290,6 +293,113 @@ def test_every_number_says_where_it_comes_from_by_keyboard_too(browser, server):
     assert browser.run("document.activeElement.dataset.origin") == "step_time_s"
 
 
+_NOT_ASKED = """
+(() => {
+  const shown = '.card .speed, .card .note:not(.words), .card .row, #verdict .lead, .bars em, #clusters .lead, ' +
+    '#opened td:not(.t), #clusters td:not(.t), #compared td';
+  const found = [];
+  for (const place of document.querySelectorAll(shown)) {
+    if (place.tagName === 'TD' && place.cellIndex === 0) continue;  // a rank, a number of GPUs
+    const walker = document.createTreeWalker(place, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+      const text = walker.currentNode.textContent, parent = walker.currentNode.parentElement;
+      if (/\\d/.test(text) && !parent.closest('.number, b')) found.push(`${place.className || place.tagName}: ${text}`);
+    }
+  }
+  return found;
+})()
+"""
+
+
+def test_every_number_of_cards_bars_tables_and_costs_can_be_asked(browser, server):
+    open_page(browser, server, IN_PIPELINE)
+    browser.run("document.querySelector('#clusters').scrollIntoView()")
+    browser.wait("document.querySelector('#clusters svg.chart')")
+    browser.press("#others .bars button")
+    browser.wait("document.querySelector('#compared-title')")
+    left = [text for text in browser.run(_NOT_ASKED) if not re.search(ALREADY_SAID, text)]
+    assert left == []
+    origins = set(browser.run("[...document.querySelectorAll('.number')].map(each => each.dataset.origin)"))
+    assert origins >= {"cost", "efficiency", "messages.pp", "messages.dp", "memory.activations", "time.bubble"}
+    assert origins <= ask({**SMALL, "ask": "origins"})["parts"].keys()
+
+
+def check_first_screen(browser: DrivenBrowser, question: dict, height: int) -> None:
+    """Fail unless a window that high says the best layout, its speed, whether it fits, and why it is the best."""
+    best = ask(question | {"fix": [question["fix"]]})["layouts"][0]
+    said = browser.run("document.querySelector('#verdict').innerText")
+    assert best["name"] in said and f"{best['tokens_per_s']:,.0f} tokens/s" in said
+    assert re.search(r"It fits(?: if the prediction holds)?: [\d.]+ GiB of [\d.]+ GiB", said)
+    assert "Why: " in said and best["why"].partition(": ")[2] in said
+    assert browser.run("document.querySelector('#verdict').getBoundingClientRect().bottom") < height
+
+
+def test_messages_are_drawn_by_axis_and_link_as_the_terminal_has_them(browser, server):
+    asked = SMALL | {"fix": "pp=2, tp=2"}
+    open_page(browser, server, asked)
+    best = ask({**SMALL, "fix": ["pp=2", "tp=2"]})["layouts"][0]["name"]
+    found = ask({**SMALL, "fix": ["pp=2", "tp=2"], "ask": "explain", "layout": best})
+    messages = found["messages"][found["step_rank"]]
+    axes = [each["axis"] for each in messages]
+    assert axes == ["tp", "pp", "dp"]
+    names = browser.run("[...document.querySelectorAll('#messages .bars > div > b')].map(each => each.textContent)")
+    assert [name.split()[0] for name in names] == [*axes, *axes]
+    drawn = browser.run(
+        "[...document.querySelectorAll('#messages .track')].map(each => each.getAttribute('aria-label'))"
+    )
+    for text, each in zip(drawn, messages, strict=False):
+        assert ("fast links" in text) == (each["fast_link_bytes"] > 0)
+        assert ("network" in text) == (each["network_bytes"] > 0)
+    said = browser.run("[...document.querySelectorAll('#messages em')].map(each => each.textContent)")
+    for text, each in zip(said, messages, strict=False):
+        size, unit = text.split()
+        sent = each["fast_link_bytes"] + each["network_bytes"]
+        assert float(size) == pytest.approx(sent / {"TB": 1e12, "GB": 1e9, "MB": 1e6}[unit], rel=5e-3)
+    for text, each in zip(said[len(axes) :], messages, strict=True):
+        assert text.endswith(f", {100 * each['hidden_share']:.0f} % hidden")
+    rows = browser.run(
+        "[...document.querySelector('[aria-label=\"Messages in numbers\"] tbody').rows]"
+        ".map(row => [row.cells[0].textContent, row.cells[1].textContent])"
+    )
+    assert rows == [[str(rank), each["axis"]] for rank, of in enumerate(found["messages"]) for each in of]
+    check_quiet(browser, server)
+
+
+def press_key(browser: DrivenBrowser, key: str, code: int, text: str = "") -> None:
+    more = {"text": text} if text else {}
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+
+
+def tab_to(browser: DrivenBrowser, script: str) -> None:
+    """Press Tab until the focused element, `e`, is the wanted one, and is seen to be focused."""
+    for _ in range(200):
+        press_key(browser, "Tab", 9)
+        if browser.run(f"(e => Boolean({script}))(document.activeElement)"):
+            outline = browser.run("getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", "nobody sees where the focus is"
+            return
+    raise AssertionError(f"Tab never comes to {script}")
+
+
+def test_a_keyboard_is_enough_from_the_question_to_the_file(browser, server):
+    open_page(browser, server, SMALL)
+    tab_to(browser, "e.id === 'model'")
+    tab_to(browser, "e.id === 'gpus'")
+    browser.call("Input.insertText", text="8")  # what Tab comes to is selected
+    browser.wait(f"{OPENED} && document.querySelector('#best h2').textContent.includes('on 8 ×')")
+    tab_to(browser, "e.closest('.card') && e.textContent === 'Get its file'")
+    press_key(browser, "Enter", 13, "\r")
+    browser.wait("document.querySelector('#emitted pre')")
+    assert browser.run("document.activeElement.id") == "emitted-title"
+    tab_to(browser, "e.id === 'download'")
+    tab_to(browser, "e.id === 'why_not'")
+    browser.call("Input.insertText", text="tp=4")
+    press_key(browser, "Enter", 13, "\r")
+    browser.wait(f"{ANSWERED} && document.querySelector('#why-not-answer')")
+    check_quiet(browser, server)
+
+
 def test_what_is_pressed_keeps_the_focus_near_though_the_answer_is_drawn_again(browser, server):
     open_page(browser, server, SMALL)
     browser.run("document.querySelector('.card:nth-child(2) button').focus()")
@@ -380,7 +490,8 @@ _IDS = "[...document.querySelectorAll('[id]')].map(each => each.id)"
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 900, 1600])
 def test_the_page_is_readable_at_every_width_in_light_and_dark(browser, server, width, dark):
-    open_page(browser, server, IN_PIPELINE, width=width, dark=dark)
+    open_page(browser, server, IN_PIPELINE, width=width, height=850, dark=dark)
+    check_first_screen(browser, IN_PIPELINE, 850)
     browser.run("document.querySelector('#clusters').scrollIntoView()")
     browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
     browser.wait("document.querySelector('#clusters svg.chart')")

@@ -15,6 +15,16 @@ export function showBest(place, answer, {opened, open, emit, patch}) {
     showFacts(answer));
 }
 
+// The answer in three sentences: which layout, how fast, does it fit, and why not the next one.
+export function showVerdict(place, {layouts: [best], scenario}) {
+  const low = best.peak_range_bytes[1] > best.capacity_bytes ? 'It fits if the prediction holds: ' : 'It fits: ';
+  fill(place,
+    make('p', {class: 'lead'}, 'Best: ', make('b', {}, best.name), '. ',
+      scenario.knows_time && [number(count(best.tokens_per_s), 'tokens_per_s', 'tokens a second'), ' tokens/s, ', number(seconds(best.step_time_s), 'step_time_s', 'a step'), ' a step. '],
+      low, number(bytes(best.peak_bytes), 'peak', 'fullest GPU'), ' of ', number(bytes(best.capacity_bytes), 'capacity', 'capacity'), ' on its fullest GPU.'),
+    make('p', {}, describeLayout(best.layout), best.why && ` Why: ${best.why.replace(/ than 2\b/, ' than layout 2')}.`));
+}
+
 function legendLine(title, names, used, mark = '', range = '') {
   const keys = legend(names, used, mark);
   keys.prepend(make('b', {}, title));

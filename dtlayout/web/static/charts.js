@@ -1,5 +1,5 @@
 // Pictures of HTML and SVG: bars of parts beside a capacity, a timeline on a canvas, a curve of clusters.
-import {make, percent, seconds, words, plural, count, short} from './text.js';
+import {make, wide, percent, seconds, words, plural, count, short} from './text.js';
 
 const colour = i => `var(--c${i % 8})`;
 
@@ -40,7 +40,7 @@ export function timeline(found, stages) {
   const kinds = [...new Set(rows.flatMap(rank => rank.actions.map(each => each.kind)))];
   const canvas = make('canvas', {role: 'img', 'aria-label': `Timeline of ${plural(rows.length, 'pipeline rank')}: ${percent(found.bubble)} of the time is waiting`});
   const place = make('output', {class: 'note'});
-  const box = make('div', {class: 'wide', role: 'region', tabindex: '0', 'aria-label': 'Timeline of the schedule'}, canvas);
+  const box = wide('Timeline of the schedule', canvas);
   const zoom = make('input', {type: 'range', min: 0, max: 6, step: 1, value: 0, 'aria-label': 'Zoom of the timeline'});
   const height = 26, left = 56;
   const draw = () => {

@@ -3,7 +3,7 @@ import {ask} from './ask.js';
 import {Latest} from './latest.js';
 import {make, seconds, plural, billions, bytes} from './text.js';
 import {FIRST, readControls, writeControls, moveSliders, readSlider, toQuestion, toHash, fromHash} from './question.js';
-import {showBest} from './cards.js';
+import {showBest, showVerdict} from './cards.js';
 import {showOpened, showTimeline, showEmitted} from './opened.js';
 import {showOthers, showCompared} from './others.js';
 import {chooseSizes, showClusters} from './clusters.js';
@@ -51,6 +51,7 @@ function showAnswer(document, {began, ...question}) {
   age(false);
   byId('found').dataset.asked = JSON.stringify(document.asked.commands);
   window.document.title = `${document.layouts[0].name}: ${document.scenario.model.name} on ${document.scenario.num_gpus} × ${document.scenario.gpu}`;
+  showVerdict(byId('verdict'), document);
   draw();
   openLayout();
   byId('clusters').replaceChildren(make('h2', {}, 'More or fewer GPUs'), make('p', {class: 'note'}, 'Comes when it is in sight.'));
@@ -59,7 +60,7 @@ function showAnswer(document, {began, ...question}) {
 
 // Dims what answers an earlier question.
 function age(isOld) {
-  byId('found').classList.toggle('old', isOld);
+  for (const id of ['found', 'verdict']) byId(id).classList.toggle('old', isOld);
   byId('found').setAttribute('aria-busy', String(isOld));
 }
 

@@ -1,5 +1,5 @@
 // Where a number comes from: its meaning, its formula, and each constant with its source.
-import {make, fill, digits} from './text.js';
+import {make, fill, wide, digits} from './text.js';
 
 const value = each => Math.abs(each.value) >= 1e6 || (each.value !== 0 && Math.abs(each.value) < 1e-3) ? each.value.toExponential(3) : digits(each.value);
 
@@ -13,7 +13,7 @@ export function showOrigin(dialog, document, key, text) {
     make('h2', {id: 'origin-title'}, `Where ${text} comes from`),
     make('p', {}, found.meaning),
     make('code', {}, found.formula),
-    rows.length > 0 && make('div', {class: 'wide', role: 'region', tabindex: '0', 'aria-label': 'Constants'}, make('table', {},
+    rows.length > 0 && wide('Constants', make('table', {},
       make('thead', {}, make('tr', {}, ['constant', 'value', 'unit', 'source', 'meaning'].map((name, i) => make('th', {class: i === 1 ? null : 't'}, name)))),
       make('tbody', {}, rows))),
     make('p', {class: 'note'}, `Program ${document.engine}: ${document.engine_source}.`),

@@ -1,5 +1,5 @@
 // Why not another one: other choices beside the best, a layout that is asked about, and two side by side.
-import {make, fill, bytes, count, percent, seconds, words, sentence} from './text.js';
+import {make, fill, wide, number, bytes, count, percent, seconds, words, sentence} from './text.js';
 import {bars, legend} from './charts.js';
 
 const IMPOSSIBLE = ['not legal', 'does not fit', 'too full'];
@@ -16,8 +16,8 @@ export function showOthers(place, answer, state, {whyNot, compare}) {
       make('div', {class: 'field', 'data-field': 'why_not'}, make('label', {for: 'why_not'}, 'Why not a layout with'), field),
       make('div', {class: 'actions'}, make('button', {type: 'submit', id: 'ask-why-not'}, 'Ask'), state.why_not && make('button', {type: 'button', onclick: () => whyNot('')}, 'Clear'))),
     why_not && describeWhyNot(why_not, compare),
-    possible.length > 0 && [make('p', {class: 'note'}, 'A step of the best layout that has one other choice, as long as the bar; the mark is the best.'),
-      bars(possible.map(each => [make('button', {type: 'button', class: 'plain', 'aria-label': `Compare with ${each.change}`, onclick: () => compare(each.name)}, each.change), {step: each.step_time_s}, `×${(best.step_time_s / each.step_time_s).toFixed(2)}, ${seconds(each.step_time_s)}`]), longest, {mark: best.step_time_s, say: seconds}),
+    possible.length > 0 && [make('p', {class: 'note'}, 'Each bar is a step of the best layout with that one choice. The mark is the step of the best.'),
+      bars(possible.map(each => [make('button', {type: 'button', class: 'plain', 'aria-label': `Compare with ${each.change}`, onclick: () => compare(each.name)}, each.change), {step: each.step_time_s}, [`×${(best.step_time_s / each.step_time_s).toFixed(2)}, `, number(seconds(each.step_time_s), 'step_time_s', 'a step')]]), longest, {mark: best.step_time_s, say: seconds}),
       make('details', {}, make('summary', {}, 'in words'), make('ul', {}, possible.map(each => make('li', {}, `${each.change}, as ${each.name}: ${sentence(each.problems[0])}`))))],
     impossible.length > 0 && make('details', {}, make('summary', {}, `${impossible.length} choices that are not legal or too large`),
       make('ul', {}, impossible.map(each => make('li', {}, `${each.change}: ${each.outcome}, ${sentence(each.problems[0])}`)))),
@@ -54,20 +54,20 @@ export function showCompared(place, document, names, isAsked) {
     make('p', {class: 'note'}, names.map((name, i) => `${i + 1}: ${name}${sides[i].fits ? '' : ', which does not fit'}`).join('; '), '.'),
     make('div', {class: 'columns'},
       make('div', {}, legend(Object.keys(times[0]), each => times.some(own => own[each] > 0)),
-        longest > 0 && bars(times.map((own, i) => [String(i + 1), own, seconds(total(own))]), longest, {say: seconds}), difference('step', times, seconds)),
+        longest > 0 && bars(times.map((own, i) => [String(i + 1), own, number(seconds(total(own)), 'step_time_s', `a step of ${i + 1}`)]), longest, {say: seconds}), difference('step', times, seconds, 'time')),
       make('div', {}, legend(Object.keys(memories[0]), each => memories.some(own => own[each] > 0)),
-        bars(memories.map((own, i) => [String(i + 1), own, bytes(sides[i].peak_memory_bytes)]), fullest, {mark: sides[0].capacity_bytes, say: bytes}), difference('fullest rank', memories, bytes))),
+        bars(memories.map((own, i) => [String(i + 1), own, number(bytes(sides[i].peak_memory_bytes), 'peak', `fullest rank of ${i + 1}`)]), fullest, {mark: sides[0].capacity_bytes, say: bytes}), difference('fullest rank', memories, bytes, 'memory'))),
     make('p', {}, conclude(sides)));
   if (isAsked) place.querySelector('#compared-title').focus();
 }
 
 const total = parts => Object.values(parts).reduce((a, b) => a + b, 0);
 
-function difference(title, [one, other], say) {
+function difference(title, [one, other], say, kind) {
   const used = Object.keys(one).filter(name => one[name] > 0 || other[name] > 0);
-  const signed = value => value === 0 ? '' : `${value > 0 ? '+' : '−'}${say(Math.abs(value))}`;
-  return make('table', {}, make('thead', {}, make('tr', {}, [title, '1', '2', '2 − 1'].map(each => make('th', {}, each)))),
-    make('tbody', {}, used.map(name => make('tr', {}, make('td', {}, words(name)), make('td', {}, say(one[name])), make('td', {}, say(other[name])), make('td', {}, signed(other[name] - one[name]))))));
+  const signed = value => `${value > 0 ? '+' : '−'}${say(Math.abs(value))}`;
+  return wide(`Difference of the ${title}`, make('table', {}, make('thead', {}, make('tr', {}, [title, '1', '2', '2 − 1'].map(each => make('th', {}, each)))),
+    make('tbody', {}, used.map(name => make('tr', {}, make('td', {}, words(name)), [one, other].map((each, i) => make('td', {}, number(say(each[name]), `${kind}.${name}`, `${words(name)} of ${i + 1}`))), make('td', {}, other[name] !== one[name] && number(signed(other[name] - one[name]), `${kind}.${name}`, `${words(name)}, 2 less 1`)))))));
 }
 
 function conclude([one, other]) {

@@ -15,12 +15,16 @@ export function make(tag, properties = {}, ...children) {
 export const fill = (place, ...children) => place.replaceChildren(...keep(children));
 const keep = children => children.flat(Infinity).filter(each => each !== null && each !== undefined && each !== false && each !== '');
 
+// What may be wider than its place scrolls sideways by itself, by keyboard too.
+export const wide = (name, ...children) => make('div', {class: 'wide', role: 'region', tabindex: '0', 'aria-label': name}, ...children);
+
 export const GIB = 2 ** 30;
 export const bytes = value => {
   const [size, unit] = value >= GIB || value === 0 ? [GIB, 'GiB'] : value >= 2 ** 20 ? [2 ** 20, 'MiB'] : [1024, 'KiB'];
   const amount = value / size;
   return `${amount.toFixed(amount >= 100 ? 0 : 1)} ${unit}`;
 };
+export const decimal = value => value >= 1e12 ? `${digits(value / 1e12)} TB` : value >= 1e9 || value === 0 ? `${digits(value / 1e9)} GB` : `${digits(value / 1e6)} MB`;  // of links, whose bandwidths are decimal
 export const count = value => Math.round(value).toLocaleString('en');
 export const digits = value => value === 0 ? '0' : Math.abs(value) >= 1000 ? count(value) : String(Number(value.toPrecision(3)));
 export const percent = (share, places = 0) => `${(100 * share).toFixed(places)} %`;
