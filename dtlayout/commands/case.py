@@ -121,7 +121,7 @@ def make_case(config: Config, formats: Mapping[str, str], options: argparse.Name
     scenario = make_scenario(config, formats, options)
     layout = _check(config, scenario)
     if notes:
-        for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
+        for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario), *config.describe_ramp()):
             print(f"note: {note}", file=sys.stderr)
     if scenario.engine.name == OWN_ENGINE:
         return Case(scenario, layout, predicted_kernels(config, layout, scenario.cluster.gpu))

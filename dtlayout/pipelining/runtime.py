@@ -88,14 +88,19 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.group = self.mesh[PP].get_group()
-        self.actions = self.schedule.ranks[self.mesh[PP].get_local_rank()]
-        self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
+        self.follow(self.schedule)
         splits = any(a.kind is Kind.BACKWARD_WEIGHT for a in self.actions)
         self.weights = {stage: StageWeights(module) for stage, module in self.modules.items()} if splits else {}
         """Linear layers of each stage, if the schedule splits backwards."""
         if splits:
             for sync in self.sync.values():
                 sync.expect_split_backwards()
+
+    def follow(self, schedule: Schedule) -> None:
+        """Run each later step by this schedule, which may have another number of microbatches, and nothing else."""
+        self.schedule = schedule
+        self.actions = schedule.ranks[self.mesh[PP].get_local_rank()]
+        self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
         works = [a for a in self.actions if a.kind in COMPUTE]
         self.following = dict(zip(works, [*map(_to_work, works[1:]), None], strict=True))
 

@@ -68,6 +68,9 @@ class Records(Observer):
         self._trackers = Trackers(self.display.say)
         self._speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self._step_times_s: list[float] = []
+        """Seconds of each step of this start whose batch is whole."""
+        self._num_noted = 0
+        """Steps of this start, those of a ramp too."""
         self._goes_on = False
         self.skipped: list[int] = []
         """Steps of this start that updated nothing, because loss or norm was not finite."""
@@ -100,7 +103,7 @@ class Records(Observer):
             f"{plural(trainer.assembly.schedule.num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
-        for line in self.chosen.describe():
+        for line in [*self.config.describe_ramp(), *self.chosen.describe()]:
             self.display.say(line)
         if starts_from_folder(self.config, is_new=is_new):
             self.display.say(f"weights of {self.config.train.init_from}")
@@ -161,7 +164,9 @@ class Records(Observer):
         """Write a step that is finite to metrics.jsonl and to trackers, and show it."""
         if not step.result.is_finite:
             return
-        self._step_times_s.append(step.time_s)
+        self._num_noted += 1
+        if step.batch == self.config.batch:
+            self._step_times_s.append(step.time_s)
         metrics = StepMetrics(
             step=step.number,
             loss=step.result.loss,
@@ -176,9 +181,9 @@ class Records(Observer):
             spike=step.is_spike,
             loss_scale=step.result.loss_scale,
             layout=str(self.layout),
-            resumed=self._goes_on and len(self._step_times_s) == 1,
+            resumed=self._goes_on and self._num_noted == 1,
             **_describe_routing(step.result.routing, self.layout.ep),  # type: ignore[arg-type]
-            **self._speed.describe(step.time_s),  # type: ignore[arg-type]
+            **replace(self._speed, batch=step.batch).describe(step.time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
             if problem := self._metrics.append(metrics):
@@ -224,7 +229,8 @@ class Records(Observer):
         lines = self._metrics.read_all()
         losses = [line["loss"] for line in lines if line["step"] > 0]
         imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]
-        step_time_s, spread_s = time_steps(self._step_times_s, self.num_slow)
+        num_smaller = self._num_noted - len(self._step_times_s)
+        step_time_s, spread_s = time_steps(self._step_times_s, max(0, self.num_slow - num_smaller))
         speed = self._speed.describe(step_time_s) if step_time_s else {}
         measured = Performance(
             step_time_s=step_time_s,
