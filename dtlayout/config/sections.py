@@ -143,9 +143,10 @@ class TrainConfig(Ranged, section="train"):
     Behind the last one `batch.global_batch` holds, which is what is predicted. Learning rates go by steps of any size.
     """
     init_from: str = path_key("")
-    """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
-    are those of the folder too, where the config has no [model]. Or a PEFT folder, whose adapter is trained further,
-    beside the frozen model that it names."""
+    """Weights from which a new run starts: a Hugging Face folder, owner/name of a repository in the hub's cache, a run
+    folder, whose newest checkpoint is taken, or one checkpoint; empty for random weights. The model's sizes come from
+    there too, where the config has no [model]. Of a PEFT folder, or a run with an adapter, the adapter is trained
+    further, beside its frozen model."""
     new_rows: Literal["mean", "normal"] = "mean"
     """First values of rows of embedding and head that the model of `init_from` lacks, because the tokenizer has more
     tokens or tp does not divide the rows. mean: that of the rows that are there. normal: drawn as first weights are."""

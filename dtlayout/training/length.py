@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dtlayout.base.checkpoint_names import read_step
 from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.base.refusals import refuse
-from dtlayout.checkpoint.manifest import read_step
 from dtlayout.checkpoint.sharded import read_origin
 from dtlayout.config.checking import check_warmup
 from dtlayout.config.config import Config

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
-from dtlayout.base.files import expand, write_whole
+from dtlayout.base.files import write_whole
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
@@ -20,6 +20,7 @@ from dtlayout.data.samples import Samples
 from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import describe_longer_context, describe_new_rows, find_other_positions
@@ -94,8 +95,19 @@ class Records(Observer):
         self.config = config
         self.display.set_length(config.train.steps)
 
-    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: dict[str, Samples], *, is_new: bool) -> None:
-        """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
+    def say_what_starts(
+        self,
+        first_step: int,
+        trainer: Trainer,
+        held_out: dict[str, Samples],
+        *,
+        is_new: bool,
+        first: Path | None = None,
+    ) -> None:
+        """Print model, layout, kernels, prediction and how much of the data is read, before the first step.
+
+        `first` is the checkpoint of another run from which the weights are.
+        """
         model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
             f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
@@ -106,13 +118,15 @@ class Records(Observer):
         for line in [*self.config.describe_ramp(), *self.chosen.describe()]:
             self.display.say(line)
         if starts_from_folder(self.config, is_new=is_new):
-            self.display.say(f"weights of {self.config.train.init_from}")
+            self.display.say(
+                f"weights of {first or self.config.train.init_from}{', without its optimizer' * bool(first)}"
+            )
             source, tokenizer = self.config.train.init_from, self.config.data.tokenizer
             for line in describe_new_rows(source, model, self.config.train.new_rows):
                 self.display.say(line)
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
             lines += describe_longer_context(source, self.config.batch.seq_len)
-            for line in lines + find_adapter_notes(expand(source)):
+            for line in lines + find_adapter_notes(find_place(source)):
                 self.display.say(f"note: {line}")
         elif is_new and model.family == FAMILY:
             self.display.say(describe_rules(model.trace))

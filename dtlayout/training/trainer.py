@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED
-from dtlayout.base.files import expand
 from dtlayout.base.signals import StopRequest
+from dtlayout.checkpoint.first_checkpoint import load_saved_weights
 from dtlayout.checkpoint.first_weights import load_weights
 from dtlayout.checkpoint.frozen_base import FrozenBase
 from dtlayout.config.config import Config
 from dtlayout.data.samples import Seen
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder, is_peft
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.plans.init import initialize
@@ -115,12 +117,18 @@ class Trainer:
 
 
 def build_trainer(
-    inputs: RunInputs, watch: Watchdog, group: dist.ProcessGroup, *, is_new: bool, base: FrozenBase | None = None
+    inputs: RunInputs,
+    watch: Watchdog,
+    group: dist.ProcessGroup,
+    *,
+    is_new: bool,
+    base: FrozenBase | None = None,
+    first: Path | None = None,
 ) -> Trainer:
     """Build the model and all that trains it.
 
     Weights are those that `_find_weights` chooses; ranks read them together over `group`. `base` is the frozen model
-    beside an adapter.
+    beside an adapter, and `first` the checkpoint of another run with which a new run starts.
     """
     config, layout, device_type = inputs.config, inputs.layout, inputs.device.type
     model, rank = config.model, dist.get_rank()
@@ -132,7 +140,7 @@ def build_trainer(
     assembly = assemble(
         model, config.batch, layout, inputs.chosen.kernels, config.precision,
         seed=config.train.seed, device_type=device_type, timeout_s=config.train.timeout_s + SPARE_S,
-        give_weights=_find_weights(config, group, is_new=is_new),
+        give_weights=_find_weights(config, group, is_new=is_new, first=first),
     )  # fmt: skip
     optimizer = build_optimizer(assembly.modules, model, config.optimizer, assembly.disk)
     step = TrainStep(assembly.runtime, optimizer, max_norm=config.optimizer.max_norm, mesh=assembly.mesh, model=model)
@@ -143,14 +151,17 @@ def build_trainer(
     )  # fmt: skip
 
 
-def _find_weights(config: Config, group: dist.ProcessGroup, *, is_new: bool) -> Callable[..., None]:
+def _find_weights(config: Config, group: dist.ProcessGroup, *, is_new: bool, first: Path | None) -> Callable[..., None]:
     """A function that gives modules their first weights: those of `train.init_from`, or drawn ones.
 
     A run that goes on gets all that trains from its checkpoint, and so only what is frozen beside an adapter is read.
     """
     if not starts_from_folder(config, is_new=is_new):
         return initialize
-    folder = expand(config.train.init_from)
+    folder = find_place(config.train.init_from)
+    if first is not None:
+        base = find_base_folder(folder) if config.model.adapter is not None else None
+        return partial(load_saved_weights, first, base=base, group=group)
     adapter = folder if is_new and is_peft(folder) else None
     new_rows = config.train.new_rows
     return partial(load_weights, find_base_folder(folder), adapter=adapter, group=group, new_rows=new_rows)

@@ -9,8 +9,9 @@ from launching import read_lines
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
+from dtlayout.base.checkpoint_names import MANIFEST_NAME, list_checkpoints
 from dtlayout.base.errors import CheckpointError
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, read_manifest
+from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.config.loading import load_config
 from dtlayout.data import samples
 from dtlayout.data.samples import Seen
