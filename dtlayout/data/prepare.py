@@ -34,7 +34,6 @@ from uuid import uuid4
 import numpy as np
 
 from dtlayout.base.errors import DataError
-from dtlayout.base.files import hash_file
 from dtlayout.base.formatting import plural
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
@@ -264,7 +263,8 @@ def _join(
     num_tokens = num_documents = 0
     left = data.max_tokens or None
     used, whole = list[PlacedPiece](), list[Sequence[PlacedPiece]]()
-    _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
+    files = _Files(folder)
+    files.append(DOCUMENTS_NAME, np.zeros(1, "<i8"))
     for chain in units:
         for placed in chain:
             if left == 0:
@@ -272,10 +272,10 @@ def _join(
             arrays = placed.read(dtype_of(tokenizer))
             if left is not None and placed.piece.num_tokens > left:
                 arrays = _cut(arrays, left)
-            _append(folder / TOKENS_NAME, arrays["ids"])
-            _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+            files.append(TOKENS_NAME, arrays["ids"])
+            files.append(DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
             if "taught" in arrays:
-                _append(folder / LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
+                files.append(LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
             num_tokens += arrays["ids"].size
             num_documents += arrays["lengths"].size
             left = None if left is None else left - arrays["ids"].size
@@ -300,7 +300,7 @@ def _join(
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
         **({"num_rewritten": num_rewritten} if num_rewritten else {}),
         **({"num_bad_rows": num_bad, "first_bad_row": first_bad} if num_bad else {}),
-        **{key: _finish(folder / name) for name, key in HASH_KEYS.items() if (folder / name).exists()},
+        **{HASH_KEYS[name]: digest for name, digest in files.finish().items()},
     }  # fmt: skip
 
 
@@ -312,13 +312,24 @@ def _cut(arrays: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     return {**{name: array[:num_tokens] for name, array in arrays.items()}, "lengths": lengths}
 
 
-def _append(path: Path, array: "np.ndarray[Any, Any]") -> None:
-    with path.open("ab") as file:
-        file.write(array.tobytes())
+class _Files:
+    """Flat files of a folder to which pieces are appended; what is written is hashed on the way, and not read again."""
 
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._hashes = {name: hashlib.sha256() for name in HASH_KEYS}
 
-def _finish(path: Path) -> str:
-    """Flush a file to the disk; returns its hash."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return hash_file(path)
+    def append(self, name: str, array: "np.ndarray[Any, Any]") -> None:
+        """Append an array to a file."""
+        content = array.tobytes()
+        self._hashes[name].update(content)
+        with (self.folder / name).open("ab") as file:
+            file.write(content)
+
+    def finish(self) -> dict[str, str]:
+        """Flush all files to the disk; name → hash, of those that there are."""
+        names = [name for name in HASH_KEYS if (self.folder / name).exists()]
+        for name in names:
+            with (self.folder / name).open("rb") as file:
+                os.fsync(file.fileno())
+        return {name: self._hashes[name].hexdigest() for name in names}
