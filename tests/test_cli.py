@@ -224,7 +224,8 @@ def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_p
     (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 2 + '{"text": ""}\n')
     sources = ", ".join(f"{{source = {str(path)!r}}}" for path in (files.corpus, tmp_path / "short.jsonl"))
     assert main(["prepare", str(files.config), f"--data.mixture=[{sources}]", "--data.samples=padded"]) == 0
-    corpus, note, short, filling, without = capsys.readouterr().out.splitlines()
+    speed, corpus, note, short, filling, without = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"tokenized [\d,]+ tokens of 4 documents in [\d.]+ s, [\d,]+ tokens/s", speed)
     assert ", 1 sample of 16 in " in corpus
     assert note == (
         f"{files.corpus}, padded: 0.0% of the samples is padding; 1 of 1 document cut, 100.0%: longer than a sample"
@@ -234,6 +235,52 @@ def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_p
     assert without == (
         f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}: no token in there is a target"
     )
+
+
+def test_prepare_in_shards_and_processes_gives_the_tokens_of_one_process(files, capsys, tmp_path):
+    corpus, homes = tmp_path / "corpus", [tmp_path / name for name in ("one", "many")]
+    corpus.mkdir()
+    for i in range(7):
+        (corpus / f"{i}.jsonl").write_text("".join(json.dumps({"text": f"{i} {j} " * j}) + "\n" for j in range(9 * i)))
+    command = ["prepare", str(files.config), f"--data.source={corpus}"]
+    assert main([*command, f"--data.folder={homes[0]}"]) == 0
+    capsys.readouterr()
+    many, said = [*command, f"--data.folder={homes[1]}", "--json"], []
+    for shard in ("2/3", "3/3", "1/3"):
+        assert main([*many, "--shard", shard]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert (
+        sum(each["sources"][0]["files"] for each in said) == 7
+        and [each["sources"][0]["of"] for each in said] == [7] * 3
+    )
+    assert main([*many]) == 0
+    joined = json.loads(capsys.readouterr().out)
+    assert joined["tokenized"]["num_documents"] == 0, "all was tokenized by shards"
+    assert sum(each["tokenized"]["num_tokens"] for each in said) == joined["sources"][0]["num_tokens"]
+    assert main([*many[:-1], "--shard", "1/3"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("shard 1/3: ") and line.endswith(joined["sources"][0]["folder"])
+    one, other = (next(home.iterdir()) for home in homes)
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {
+        path.name: path.read_bytes() for path in other.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--shard", "0/3"], "--shard='0/3' must be I/N with I from 1 to N, such as 3/16"),
+        (["--shard", "4/3"], "--shard='4/3' must be I/N"),
+        (["--shard", "3"], "--shard='3' must be I/N"),
+        (["--shard", "1/2", "--verify"], "--verify is for tokens that are whole"),
+        (["--shard", "1/2", "--data.max_tokens=9"], "data.max_tokens=9 counts tokens from the first file on"),
+        (["--shard", "1/2", "--data.source=owner/name"], "hf download --repo-type dataset owner/name --local-dir"),
+        (["--processes", "0"], "--processes=0 must be at least 1"),
+    ],
+)
+def test_shards_that_are_none_are_refused(files, capsys, options, problem):
+    assert main(["prepare", str(files.config), *options]) == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

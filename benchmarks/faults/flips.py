@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.faults.events import Amounts, Event, Kind
 from benchmarks.faults.runs import PP2_TP2, compare, run_straight, say, started
-from dtlayout.checkpoint.manifest import CHECKPOINTS
+from dtlayout.base.checkpoint_names import CHECKPOINTS
 
 EVERY, LAST = 3, 9
 OPTIONS = (*PP2_TP2, f"--checkpoint.every={EVERY}", "--checkpoint.keep=3", f"--train.steps={LAST}")

@@ -26,7 +26,7 @@ from benchmarks.faults.runs import (
     started,
     wait_until,
 )
-from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints
 
 OPTIONS = (*PP2_TP2, "--checkpoint.every=3")
 NUM_FAILED = 6

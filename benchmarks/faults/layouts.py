@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.faults.events import Amounts, Event, Kind
-from dtlayout.checkpoint.manifest import list_checkpoints
+from dtlayout.base.checkpoint_names import list_checkpoints
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape

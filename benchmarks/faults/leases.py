@@ -27,9 +27,9 @@ from benchmarks.faults.runs import (
     wait_until,
 )
 from dtlayout.base import lease
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.process import is_stopped
-from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints
 from dtlayout.training.metrics import MetricsFile
 
 OPTIONS = (*ALONE, "--checkpoint.every=3")

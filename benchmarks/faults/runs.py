@@ -19,7 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dtlayout.checkpoint.manifest import CHECKPOINTS, find_damage, list_checkpoints
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints
+from dtlayout.checkpoint.manifest import find_damage
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.sweep import processes
 from dtlayout.training.metrics import MetricsFile, read_summary

@@ -27,8 +27,8 @@ from benchmarks.faults.runs import (
     started,
     wait_until,
 )
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED
-from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 
 GRACE_S = 30.0
 """Seconds that torchrun gives its ranks to end. A compilation takes longer, and needs a longer --shutdown-timeout."""

@@ -29,6 +29,28 @@ def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[st
     return ["  ".join(forms).format(*row).rstrip() for row in rows]
 
 
+def align_in_parts(rows: Sequence[Sequence[str]], columns: Sequence[str], width: int) -> list[str]:
+    """`align`, and where a line would be wider than `width`, several tables under each other.
+
+    Each has the first column and as many others as fit, one at least; rows without any of these are left out of it.
+
+    >>> align_in_parts([["n", "one", "two"], ["1", "a", "b"], ["2", "c", ""]], [], 8)
+    ['n  one', '1    a', '2    c', '', 'n  two', '1    b']
+    """
+    sides = [*columns, *["<", *[">"] * len(rows[0])][len(columns) : len(rows[0])]]
+    lines: list[str] = []
+    begin, end = 1, len(rows[0])
+    while begin < len(rows[0]):
+        chosen = [row for row in rows if any(row[begin:end])]
+        part = align([[row[0], *row[begin:end]] for row in chosen], [sides[0], *sides[begin:end]])
+        if max(map(len, part)) > width and end > begin + 1:
+            end -= 1
+            continue
+        lines += [*([""] if lines else []), *part]
+        begin, end = end, len(rows[0])
+    return lines
+
+
 def to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table of plain text; the first row has the names of the columns."""
     head, *body = [f"| {' | '.join(map(escape_markdown, row))} |" for row in rows]

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from dtlayout.base.checkpoint_names import PREFIX, list_checkpoints
 from dtlayout.base.errors import CheckpointError
 from dtlayout.base.process import RENAMING
-from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints, sync
+from dtlayout.checkpoint.manifest import sync
 
 _LATEST = "latest"
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from dtlayout.base.errors import CheckpointError, InvalidConfig
-from dtlayout.base.files import expand
 from dtlayout.checkpoint.agreement import tell
 from dtlayout.checkpoint.sharded import read_model, read_origin
 from dtlayout.config.config import Config
 from dtlayout.models.fingerprint import fingerprint_weights
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder
 from dtlayout.spec.model_shape import ModelShape
 
@@ -62,7 +62,7 @@ def find_frozen_base(config: Config, group: dist.ProcessGroup | None) -> FrozenB
     found: tuple[FrozenBase | None, list[str]] = None, []
     if dist.get_rank(group) == 0:
         try:
-            found = read_frozen_base(find_base_folder(expand(config.train.init_from)), config.model), []
+            found = read_frozen_base(find_base_folder(find_place(config.train.init_from)), config.model), []
         except InvalidConfig as error:
             found = None, list(error.problems)
     base, problems = tell(found, group)

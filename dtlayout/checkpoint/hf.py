@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dtlayout.base.checkpoint_names import CHECKPOINTS
 from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.checkpoint.first_weights import OpenFiles, count_broken, refuse_broken
 from dtlayout.checkpoint.kept import made_whole, write_beside, write_json
-from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.parts import Part, load_parts
 from dtlayout.checkpoint.sharded import read_model, save_weights
 from dtlayout.config.sections import DataConfig

@@ -30,6 +30,7 @@ from dtlayout.models.beside import (
     read_table,
     write_ids,
 )
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder
 
 
@@ -60,7 +61,7 @@ def find_base(config: Config, *, is_new: bool) -> Path | None:
     kept = Path(config.train.run_folder, KEPT)
     if not is_new and kept.is_dir():
         return kept
-    came_from = expand(config.train.init_from)
+    came_from = find_place(config.train.init_from)
     return find_base_folder(came_from) if config.train.init_from and came_from.is_dir() else None
 
 

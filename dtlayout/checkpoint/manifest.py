@@ -9,47 +9,29 @@ reading everything once, which many may share.
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base.checkpoint_names import (
+    CHECKPOINTS,
+    MANIFEST_NAME,
+    STATE_NAME,
+    is_checkpoint,
+    list_checkpoints,
+)
 from dtlayout.base.errors import CheckpointError
 from dtlayout.base.files import hash_file, parse_json
 
-MANIFEST_NAME = "manifest.json"
-STATE_NAME = "state.json"
-PREFIX = "step-"
-CHECKPOINTS = "checkpoints"
-"""The folder of a run in which they are."""
 FORMAT = 2
 """Number of the format in state.json, since checkpoints have a manifest. Older ones have none and cannot be checked."""
 Files = dict[str, dict[str, Any]]
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first, none where there is no such folder; OSError if it cannot be read.
-
-    Only names are read: a folder gets such a name once it is whole, and `find_damage` tells whether it lost a file
-    later.
-    """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(folder / name for name in names if re.fullmatch(rf"{PREFIX}\d{{8,}}", name))
-
-
-def read_step(checkpoint: Path) -> int:
-    """The steps that a checkpoint has seen, as its name says."""
-    return int(checkpoint.name.removeprefix(PREFIX))
-
-
 def find_checkpoints(source: Path) -> list[Path]:
     """A checkpoint, or those of a run folder, oldest first; CheckpointError if there is none."""
-    is_one = any((source / name).is_file() for name in (MANIFEST_NAME, STATE_NAME))
     try:
-        found = [source] if is_one else list_checkpoints(source / CHECKPOINTS)
+        found = [source] if is_checkpoint(source) else list_checkpoints(source / CHECKPOINTS)
     except OSError as error:
         raise CheckpointError(f"{source / CHECKPOINTS} cannot be read: {error.strerror}") from None
     if not found:

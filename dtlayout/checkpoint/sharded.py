@@ -26,21 +26,14 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout.base import toml
+from dtlayout.base.checkpoint_names import STATE_NAME, list_checkpoints
 from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.base.files import parse_json
 from dtlayout.base.process import name_process
 from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line, tell
 from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.folder import drop, make_empty, name_checkpoint, name_partial, publish
-from dtlayout.checkpoint.manifest import (
-    FORMAT,
-    STATE_NAME,
-    Files,
-    describe_files,
-    find_damage,
-    list_checkpoints,
-    write_manifest,
-)
+from dtlayout.checkpoint.manifest import FORMAT, Files, describe_files, find_damage, write_manifest
 from dtlayout.checkpoint.optimizer_state import fill_state, set_updates
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.models.families import find_weight
@@ -72,7 +65,7 @@ def collect_state(
 
 
 def _name_state(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, settings: Optimizer | None
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, model: ModelShape, settings: Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that this rank holds, with its name in a checkpoint: tied weights once for each of its stages.
 
@@ -84,7 +77,9 @@ def _name_state(
             if model.adapter is not None and not weight.trains:
                 continue
             yield f"parameters.{name}", parameter.detach()
-            for kind in settings.state_of(weight.role) if settings and weight.trains else ():
+            if optimizer is None or settings is None or not weight.trains:
+                continue
+            for kind in settings.state_of(weight.role):
                 yield f"{kind}.{name}", optimizer.state[parameter][kind]
 
 
@@ -233,9 +228,7 @@ def find_intact(
         raise CheckpointError(listed[1])
     first_problem = ""
     for path in reversed(listed[0]):
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, find_damage(path, dist.get_rank(group), dist.get_world_size(group)), group=group)
-        damage = list(dict.fromkeys(problem for problems in found for problem in problems))
+        damage = find_damage_together(path, group)
         if not damage:
             return Path(path)
         first_problem = first_problem or f"{path} is damaged: {'; '.join(damage[:3])}"
@@ -250,6 +243,13 @@ def find_intact(
             'checkpoint.fallback="previous"'
         )
     return None
+
+
+def find_damage_together(path: Path, group: dist.ProcessGroup | None = None) -> list[str]:
+    """`find_damage` by all ranks of a group at once, by default of all: they share the reading, and each gets all."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, find_damage(path, dist.get_rank(group), dist.get_world_size(group)), group=group)
+    return list(dict.fromkeys(problem for problems in found for problem in problems))
 
 
 def read_origin(path: Path) -> dict[str, Any]:
@@ -325,6 +325,19 @@ def load_checkpoint(
     tied = [f"{kind}.{name}" for kind in kinds for name in model.aliases.values()]
     check_equal_parts(_announce(_name_state(modules, optimizer, model, kept), use), tied, path, group)
     return step
+
+
+def load_weights_alone(
+    path: Path, modules: Sequence[nn.Module], model: ModelShape, group: dist.ProcessGroup | None = None
+) -> None:
+    """Load a checkpoint's parameters in place, whatever layout saved them, and nothing of an optimizer.
+
+    Of a model with an adapter these are the adapter's alone. All ranks call it. CheckpointError if they cannot be read,
+    or if ranks hold other values of one weight.
+    """
+    _load_state(path, list(_name_state(modules, None, model, None)), group, lambda tensor: None)
+    tied = [f"parameters.{name}" for name in model.aliases.values()]
+    check_equal_parts(_name_state(modules, None, model, None), tied, path, group)
 
 
 def _announce(named: Iterable[tuple[str, Tensor]], use: Callable[[Tensor], None]) -> Iterator[tuple[str, Tensor]]:

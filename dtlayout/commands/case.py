@@ -15,6 +15,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, load_formats, load_plan, override, parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
+from dtlayout.models.traced import FAMILY, find_whole
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.programs.reading import parse_given, read_program
 from dtlayout.programs.understood import Understood
@@ -121,7 +122,7 @@ def make_case(config: Config, formats: Mapping[str, str], options: argparse.Name
     scenario = make_scenario(config, formats, options)
     layout = _check(config, scenario)
     if notes:
-        for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
+        for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario), *config.describe_ramp()):
             print(f"note: {note}", file=sys.stderr)
     if scenario.engine.name == OWN_ENGINE:
         return Case(scenario, layout, predicted_kernels(config, layout, scenario.cluster.gpu))
@@ -137,8 +138,15 @@ def make_scenario(config: Config, formats: Mapping[str, str], options: argparse.
     return replace(scenario, engine=engine, precision=precision)
 
 
+def _why_untrained(scenario: Scenario) -> str:
+    """Reason why a traced model, such as a module of one's own, is predicted alone; empty where it is trained too."""
+    return find_whole(scenario.model).get("training", "") if scenario.model.family == FAMILY else ""
+
+
 def _find_ignored(scenario: Scenario) -> list[str]:
-    """Notes on settings of the config that the engine's prediction ignores."""
+    """Notes on settings of the config that the engine's prediction ignores, and on a model that it does not train."""
+    if scenario.engine.name == OWN_ENGINE and (why := _why_untrained(scenario)):
+        return [f"{scenario.model.name} is predicted, not trained: {why}"]
     if scenario.document_mask and scenario.engine.features.sharding != "fsdp2":
         return [f"data.document_mask changes nothing that is predicted for {scenario.engine.name}"]
     return []
@@ -146,7 +154,7 @@ def _find_ignored(scenario: Scenario) -> list[str]:
 
 def _check(config: Config, scenario: Scenario) -> Layout:
     """The config's layout on the cluster; InvalidLayout if the engine does not have it."""
-    if scenario.engine.name == OWN_ENGINE:
+    if scenario.engine.name == OWN_ENGINE and not _why_untrained(scenario):
         return check_layout(config, scenario.cluster.num_gpus, scenario.device)
     layout = config.layout.resolve(scenario.cluster.num_gpus)
     layout.check(config.model, config.batch)

@@ -4,7 +4,6 @@ import argparse
 from dataclasses import asdict, replace
 
 from dtlayout.base.errors import InvalidLayout
-from dtlayout.base.files import expand
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.commands.arguments import (
     add_config,
@@ -20,6 +19,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, load_plan
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.proofs import refuse_unproven, write_proof
 from dtlayout.models.traced import FAMILY
@@ -163,7 +163,7 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy
 
         notes += find_other_tokenizer(config.data.tokenizer, config.train.init_from)
-        notes += find_adapter_notes(expand(config.train.init_from))
+        notes += find_adapter_notes(find_place(config.train.init_from))
     return notes + kernels.problems(config.request_kernels(here, layout))
 
 

@@ -86,6 +86,7 @@ def rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespa
     assert estimate is not None, "the GPU type is known"
     if options.world is None and config.layout.dp_shard == -1:
         notes.append(f"without --world the fewest ranks that the layout takes, {layout.world_size}")
+    notes += config.describe_ramp()
     curves = MemoryCurves.read(options.run) if options.run else None
     ranks = _choose_ranks(options.ranks, layout, estimate)
     num_steps, folds, measured = options.steps, not options.whole, {}

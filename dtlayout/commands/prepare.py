@@ -1,9 +1,11 @@
-"""dtlayout prepare: tokenize a config's data once, so that no training waits for it."""
+"""dtlayout prepare: tokenize a config's data once, so that no training waits for it; on one machine or by shards."""
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import JsonDocument, add_config, show
 from dtlayout.config.config import Config
@@ -12,6 +14,7 @@ from dtlayout.config.sections import DataConfig
 
 if TYPE_CHECKING:
     from dtlayout.data.samples import SampledSource
+    from dtlayout.data.tokenizing import Tokenized
 
 EXAMPLE = "dtlayout prepare configs/debug.toml"
 
@@ -20,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config, and whether all tokens are read again."""
     add_config(parser)
     parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare each file's checksum")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="processes of this machine that share the files"
+    )
+    parser.add_argument(
+        "--shard", metavar="I/N", help="tokenize the I-th of N parts of the files alone, from 1, and join nothing; "
+        "once all are done, on whatever machines, prepare without --shard joins them"
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,10 +37,20 @@ def run(options: argparse.Namespace) -> int:
     from dtlayout.data.check import check_data  # only now: they import numpy
     from dtlayout.data.extent import describe_sources
 
+    if options.processes < 1:
+        raise InvalidConfig(f"--processes={options.processes} must be at least 1")
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
+    if options.shard is not None:
+        return _run_shard(options, config)
+    done: list[Tokenized] = []
+    found = [
+        each
+        for data in (config.data, *config.held_out_data.values())
+        for each in _prepare(config, data, options.processes, done)
+    ]
     sources, notes = [], []
-    for source in [each for data in (config.data, *config.held_out_data.values()) for each in _prepare(config, data)]:
+    for source in found:
         tokens = source.tokens
         if options.verify:
             tokens.verify()
@@ -43,21 +63,66 @@ def run(options: argparse.Namespace) -> int:
             }
         )  # fmt: skip
         notes.append(describe_sources([source]))
-    document = {"sources": sources, "_notes": notes, "_seq_len": config.batch.seq_len}
+    document = {"sources": sources, "tokenized": _sum_up(done), "_notes": notes, "_seq_len": config.batch.seq_len}
     return show(options, document, _describe, indent=None)
 
 
+def _run_shard(options: argparse.Namespace, config: Config) -> int:
+    """Tokenize a part of the files of each source, and say how fast that was."""
+    from dtlayout.data.prepare import prepare_shard  # only now: it imports numpy
+
+    asked = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", options.shard)
+    if not asked or int(asked[1]) > int(asked[2]):
+        raise InvalidConfig(f"--shard={options.shard!r} must be I/N with I from 1 to N, such as 3/16")
+    if options.verify:
+        raise InvalidConfig("--verify is for tokens that are whole: prepare without --shard first")
+    number, num_shards = int(asked[1]), int(asked[2])
+    shards, done = [], []
+    for data in (each for whole in (config.data, *config.held_out_data.values()) for each in whole.sources):
+        found = prepare_shard(data, number - 1, num_shards, processes=options.processes)
+        done.append(found.tokenized)
+        shards.append(
+            {"source": str(data.source), "files": found.num_files, "of": found.num_all, "folder": str(found.parts)}
+        )
+    document = {"shard": options.shard, "sources": shards, "tokenized": _sum_up(done)}
+    return show(options, document, _describe_shard, indent=None)
+
+
+def _describe_shard(document: JsonDocument) -> Iterator[str]:
+    yield from _describe_speed(document)
+    for each in document["sources"]:
+        files = f"{each['files']:,} of {plural(each['of'], 'file', ',')} of {each['source']}"
+        yield f"shard {document['shard']}: {files} are tokenized in {each['folder']}"
+
+
+def _sum_up(done: "Sequence[Tokenized]") -> dict[str, float]:
+    """Documents and tokens that were tokenized by this command, and how long that took."""
+    return {
+        "num_documents": sum(each.num_documents for each in done), "num_tokens": sum(each.num_tokens for each in done),
+        "seconds": sum(each.seconds for each in done),
+    }  # fmt: skip
+
+
+def _describe_speed(document: JsonDocument) -> Iterator[str]:
+    """A line on what was tokenized; none where all was there."""
+    done = document["tokenized"]
+    if done["num_documents"]:
+        count = f"{plural(done['num_tokens'], 'token', ',')} of {plural(done['num_documents'], 'document', ',')}"
+        yield f"tokenized {count} in {done['seconds']:,.1f} s, {done['num_tokens'] / done['seconds']:,.0f} tokens/s"
+
+
 def _describe(document: JsonDocument) -> Iterator[str]:
+    yield from _describe_speed(document)
     for source, notes in zip(document["sources"], document["_notes"], strict=True):
         tokens, samples = plural(source["num_tokens"], "token", ","), plural(source["num_samples"], "sample", ",")
         yield f"{tokens}, {samples} of {document['_seq_len']} in {source['folder']}"
         yield from notes
 
 
-def _prepare(config: Config, data: DataConfig) -> "tuple[SampledSource, ...]":
-    """Tokens and samples of each source of [data] or [validation]."""
+def _prepare(config: Config, data: DataConfig, processes: int, done: "list[Tokenized]") -> "tuple[SampledSource, ...]":
+    """Tokens and samples of each source of [data] or [validation]; `done` gets what was tokenized."""
     from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
     from dtlayout.data.samples import open_samples
 
-    folders = [prepare_tokens(each) for each in data.sources]
+    folders = [prepare_tokens(each, processes=processes, note=done.append) for each in data.sources]
     return open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed).sources

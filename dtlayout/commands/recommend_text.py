@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dtlayout.base.formatting import GIB, align, fold, plural, three_digits, wrap
+from dtlayout.base.formatting import GIB, align, align_in_parts, fold, plural, three_digits, wrap
 from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import describe_assumptions
@@ -355,7 +355,7 @@ def _describe_cost(cost: JsonDocument) -> str:
 
 
 def describe_scale(document: JsonDocument) -> Iterator[str]:
-    """The scenario's lines, and a table with one row for each cluster."""
+    """The scenario's lines, and a table with one row for each cluster, in parts where the terminal is narrow."""
     rows, batch = document["scale"], Batch(**document["scenario"]["batch"])
     cells = [["GPUs", "layout", "MFU", "tokens/s/GPU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
     for row in rows:
@@ -372,7 +372,7 @@ def describe_scale(document: JsonDocument) -> Iterator[str]:
         cells = [[*row, *cost] for row, cost in zip(cells, _list_costs(document), strict=True)]
     width = find_width()
     yield from _describe_job(document, [row["num_gpus"] for row in rows], width)
-    yield from ("", *align(cells, (">6", "<", ">18", ">12", ">8", ">12")))
+    yield from ("", *align_in_parts(cells, (">6", "<", ">18", ">12", ">8", ">12"), width))
     tight = [str(row["num_gpus"]) for row in rows if row["layout"] and row["margin"]["fits_only_without"]]
     if tight:
         yield from ("", f"On {' and '.join(tight)} GPUs it fits only without the margin, as with --max-memory 1.0.")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.files import expand
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
 from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder
 
 
@@ -44,7 +44,7 @@ def find_kept(source: Path, config: Config | None) -> Path | None:
     if kept.is_dir():
         return kept
     with suppress(InvalidConfig):  # an adapter whose frozen model is not here
-        folder = find_base_folder(expand(came_from))
+        folder = find_base_folder(find_place(came_from))
         return folder if came_from and (folder / CONFIG).is_file() else None
     return None
 

@@ -5,7 +5,7 @@ Each owner has its own rules: the layout, the sections beside each other, our tr
 """
 
 from collections.abc import Callable
-from math import frexp, log2
+from math import frexp, gcd, log2
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.refusals import Refusal, describe
@@ -39,7 +39,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         problems.append(_describe_mismatch(config, world_size))
     model, kernels = config.model, config.choose_kernels(device, layout).kernels
     trainer = find_engine(OWN_ENGINE, "cpu")  # its features are those on any device
-    problems += layout.problems(model, config.batch) + config.optimizer.layout_problems(layout)
+    problems += _find_batch_problems(config, layout) + config.optimizer.layout_problems(layout)
     problems += describe([broken for rule in _RULES for broken in rule(config)])
     problems += find_training_lacks(trainer, layout, model, config.precision)
     problems += describe(check_formats(device, config.precision) + check_update_format(device, config.optimizer))
@@ -50,12 +50,29 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     return layout
 
 
+def _find_batch_problems(config: Config, layout: Layout) -> list[str]:
+    """Reasons why the layout cannot train with the batch, or else with a size of its ramp."""
+    if problems := layout.problems(config.model, config.batch):
+        return problems
+    found = [
+        (stage, problem)
+        for stage, batch in zip(config.train.batch_ramp, config.batches, strict=False)
+        for problem in layout.problems(config.model, batch)
+    ]
+    return [f"train.batch_ramp until {stage.until} samples: {problem}" for stage, problem in found]
+
+
 def _describe_mismatch(config: Config, world_size: int) -> str:
     """A line on a world size that does not fit the layout, with the nearest ones for which the layout is legal."""
     smallest = config.layout.smallest_world_size
-    shards = divisors(config.batch.global_batch) if config.layout.dp_shard == -1 else [1]  # dp divides the batch
+    shared = gcd(*(batch.global_batch for batch in config.batches))  # dp divides each batch
+    shards = divisors(shared) if config.layout.dp_shard == -1 else [1]
     sizes = [smallest * n for n in shards]
-    legal = [size for size in sizes if config.layout.resolve(size).is_legal(config.model, config.batch)]
+    legal = [
+        size
+        for size in sizes
+        if all(config.layout.resolve(size).is_legal(config.model, batch) for batch in config.batches)
+    ]
     nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
     return config.layout.describe_mismatch(world_size, nearest or [smallest])
 
@@ -117,6 +134,14 @@ def check_warmup(config: Config) -> list[Refusal]:
     return [Refusal("warmup", f"{warmup}, so that the learning rate would never reach optimizer.lr", advice)]
 
 
+def _check_ramp(config: Config) -> list[Refusal]:
+    """The curve of memory is drawn of steps that are predicted."""
+    if not config.train.batch_ramp or not config.metrics.memory:
+        return []
+    what = "metrics.memory=true draws the first steps, which train.batch_ramp makes smaller than what is predicted"
+    return [Refusal("metrics.memory", what, "use memory=false, or no ramp")]
+
+
 def _check_adapter(config: Config) -> list[Refusal]:
     """The model has the modules that get an adapter."""
     return [Refusal("adapter.targets", problem) for problem in find_target_problems(config.model)]
@@ -159,6 +184,6 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
     _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, check_warmup, _check_roles,
-    _check_loss_scale, _check_disk, _check_traced,
+    _check_ramp, _check_loss_scale, _check_disk, _check_traced,
 )  # fmt: skip
 """Rules of sections beside each other."""

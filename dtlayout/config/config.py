@@ -48,6 +48,19 @@ class Config:
         return expect_device(self.train.device, self.cluster.known_gpu)
 
     @property
+    def batches(self) -> list[Batch]:
+        """Every size that a step may have: those of the ramp, and the last one, which is predicted."""
+        return [*(replace(self.batch, global_batch=each.global_batch) for each in self.train.batch_ramp), self.batch]
+
+    def describe_ramp(self) -> list[str]:
+        """A line on the sizes of batches where they grow, and on the one that is predicted; none without a ramp."""
+        if not (ramp := self.train.batch_ramp):
+            return []
+        smaller = ", ".join(f"{each.global_batch} until {each.until:,} samples" for each in ramp)
+        size = self.batch.global_batch
+        return [f"train.batch_ramp: global batches of {smaller}, then {size}; a step of {size} is what is predicted"]
+
+    @property
     def validation_data(self) -> DataConfig | None:
         """A [data] section with the source of the run's validation loss; None where nothing is validated."""
         return next(iter(self.held_out_data.values()), None)

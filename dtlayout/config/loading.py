@@ -19,6 +19,7 @@ from dtlayout.config.new_rows import add_rows
 from dtlayout.config.sections import TrainConfig
 from dtlayout.models.beside import KEPT, TOKENIZER, has_other_tokenizer
 from dtlayout.models.files import complete
+from dtlayout.models.first_source import describe_missing, find_place, read_saved
 from dtlayout.models.peft import find_base_folder, is_peft, read_adapter
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.adapter import Adapter
@@ -97,7 +98,7 @@ def parse_config(tables: dict[str, Any]) -> Config:
 
 
 def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The [adapter] of the tables, with all of its keys, or that of a PEFT folder in `train.init_from`; None without.
+    """The [adapter] of the tables, with all of its keys, or that of a PEFT folder or run in `train.init_from`, if any.
 
     It is part of the model (`ModelShape.adapter`): it says which weights there are.
     """
@@ -108,13 +109,15 @@ def _read_adapter(tables: Mapping[str, Any]) -> dict[str, Any] | None:
     if given is not None:
         return asdict(toml.parse(given, Adapter, "adapter"))
     folder = _find_init_from(tables)
+    if folder is not None and (saved := read_saved(folder)) is not None:
+        return None if saved.adapter is None else asdict(toml.parse(saved.adapter, Adapter, "adapter"))
     return asdict(read_adapter(folder)) if folder is not None and is_peft(folder) else None
 
 
 def _find_init_from(tables: Mapping[str, Any]) -> Path | None:
     """The path of `train.init_from`; None without one, or where it can be no path."""
     named = _find_train(tables).get("init_from")
-    return expand(named) if isinstance(named, str) and named and not find_path_problem(named) else None
+    return find_place(named) if isinstance(named, str) and named and not find_path_problem(named) else None
 
 
 def _find_train(tables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -156,16 +159,19 @@ def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _name_source(train: Any) -> dict[str, Any]:
-    """A [model] that is named by the folder of `train.init_from`, which has its sizes; {} without such a folder.
+    """A [model] that is named by the folder of `train.init_from`, which has its sizes; of a run the sizes themselves.
 
-    InvalidConfig if the folder has no config.json.
+    {} without such a folder. InvalidConfig if it has no config.json and no checkpoint.
     """
     init_from = train.get("init_from") if isinstance(train, dict) else None
     if not init_from:
         return {}
-    folder = find_base_folder(expand(str(init_from))).absolute()  # whatever a preset is called
+    place = find_place(str(init_from))
+    if (saved := read_saved(place)) is not None:
+        return dict(saved.model)
+    folder = find_base_folder(place).absolute()  # whatever a preset is called
     if not os.path.isfile(folder / "config.json"):
-        raise InvalidConfig(f"train.init_from={init_from!r} has no config.json, and the config no [model]")
+        raise InvalidConfig(f"{describe_missing(str(init_from))}; and the config has no [model]")
     return {"name": str(folder)}
 
 
@@ -189,14 +195,17 @@ def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
         return tables
     init_from, run_folder = str(train.get("init_from", "")), str(train.get("run_folder", TrainConfig.run_folder))
     sources = _find_own_tokenizers(run_folder) if has_begun(run_folder) else []
-    sources = [source for source in [*sources, init_from] if source and not find_path_problem(source)]
-    sources += [str(find_base_folder(expand(source))) for source in sources[-1:] if is_peft(expand(source))]
+    sources = [source for source in sources if source and not find_path_problem(source)]
+    if (place := _find_init_from(tables)) is not None:
+        saved = read_saved(place)
+        sources += [str(place)] if saved is None else _find_own_tokenizers(str(saved.run))
+        sources += [str(find_base_folder(place))] if is_peft(place) else []
     for source in sources:
         if source == "bytes" or os.path.isfile(expand(source)) or os.path.isfile(expand(source) / TOKENIZER):
             return {**tables, "data": {**data, "tokenizer": source}}
     for source in sources:
         if has_other_tokenizer(expand(source)):
-            where = f"train.init_from={source!r}" if source == init_from else source
+            where = f"train.init_from={init_from!r}" if source == str(place) else source
             raise InvalidConfig(
                 f"{where} has a tokenizer, but no {TOKENIZER}; save it with AutoTokenizer.from_pretrained(FOLDER)."
                 f"save_pretrained(FOLDER), or name another one as data.tokenizer"

@@ -1,10 +1,12 @@
 """Sections of a config that are a value of their own nowhere else: data, training, checkpoints, metrics, cluster."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from dtlayout.base.refusals import Refusal, describe
 from dtlayout.base.validators import Ranged, one_of, path_key, ranged
+from dtlayout.spec.batch import RampStage
 from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus, load_cluster
 from dtlayout.spec.trackers import TRACKERS, name_problems
 
@@ -136,10 +138,15 @@ class TrainConfig(Ranged, section="train"):
     epochs: float = ranged("must be at least 0 and finite", 0.0)
     """Length of the whole run in passes over the samples, in the place of `steps`: steps follow, rounded up, from the
     number of samples, that of all sources together."""
+    batch_ramp: tuple[RampStage, ...] = ()
+    """Smaller global batches at the begin of the run, one after the other: each until a run has seen so many samples.
+    Behind the last one `batch.global_batch` holds, which is what is predicted. Learning rates go by steps of any size.
+    """
     init_from: str = path_key("")
-    """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
-    are those of the folder too, where the config has no [model]. Or a PEFT folder, whose adapter is trained further,
-    beside the frozen model that it names."""
+    """Weights from which a new run starts: a Hugging Face folder, owner/name of a repository in the hub's cache, a run
+    folder, whose newest checkpoint is taken, or one checkpoint; empty for random weights. The model's sizes come from
+    there too, where the config has no [model]. Of a PEFT folder, or a run with an adapter, the adapter is trained
+    further, beside its frozen model."""
     new_rows: Literal["mean", "normal"] = "mean"
     """First values of rows of embedding and head that the model of `init_from` lacks, because the tokenizer has more
     tokens or tp does not divide the rows. mean: that of the rows that are there. normal: drawn as first weights are."""
@@ -170,12 +177,17 @@ class TrainConfig(Ranged, section="train"):
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
 
     def find_broken(self) -> list[Refusal]:
-        """A refusal unless exactly one key says the length."""
+        """A refusal unless exactly one key says the length, and where a ramp does not go on."""
+        broken = [
+            Refusal("ramp", f"train.batch_ramp has until={after.until} after {stage.until}", "let each be more")
+            for stage, after in pairwise(self.batch_ramp)
+            if after.until <= stage.until
+        ]
         if self.steps and self.epochs:
             what = f"train.steps={self.steps} and train.epochs={self.epochs:g} both say the length of the run"
-            return [Refusal("steps", what, "use one of them, and 0 for the other")]
+            return [*broken, Refusal("steps", what, "use one of them, and 0 for the other")]
         missing = Refusal("steps", "train.steps is missing", "say how many, or how many train.epochs")
-        return [missing] * (not self.steps and not self.epochs)
+        return broken + [missing] * (not self.steps and not self.epochs)
 
 
 @dataclass(frozen=True, kw_only=True)

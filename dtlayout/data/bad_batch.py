@@ -32,7 +32,7 @@ class BadBatch:
     @classmethod
     def of(cls, samples: Samples, step: int, loss: float, grad_norm: float) -> "BadBatch":
         """The samples of `step`, which counts from 1."""
-        located = samples.locate(step - 1, range(samples.sizes.global_batch))
+        located = samples.locate(step - 1, range(samples.size_of(step - 1)))
         pairs = [[int(source), int(sample)] for source, sample in zip(*located, strict=True)]
         return cls(step=step, loss=str(loss), grad_norm=str(grad_norm), tokens=samples.fingerprint, samples=pairs)
 

@@ -48,7 +48,7 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
 
     Steps before a resume count with the batches that they had. Each of several sources is read by its share.
     """
-    num_read = samples.seen.count_samples(max(num_steps, samples.seen.step), samples.sizes.global_batch)
+    num_read = samples.count_before(max(num_steps, samples.seen.step))
     pairs = zip(samples.sources, samples.shares, strict=True)
     epochs = [
         f"{num_read * share / source.num_samples:.3g} epochs of {plural(source.num_samples, 'sample', ',')}"

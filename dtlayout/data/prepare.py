@@ -24,73 +24,66 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
 from dtlayout.base.errors import DataError
-from dtlayout.base.files import hash_file
 from dtlayout.base.formatting import plural
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
-from dtlayout.data.documents import read_documents
 from dtlayout.data.pieces import (
     DOCUMENTS_NAME,
     INFO_NAME,
     LOSS_MASK_NAME,
     TOKENS_NAME,
-    PieceWriter,
     PlacedPiece,
     find_pieces,
     forget_parts,
     write_units,
 )
-from dtlayout.data.sources import list_files, open_corpus
+from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
+from dtlayout.data.tokenizing import Tokenized, Units, describe_bad, dtype_of, write_parts
 
 HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MASK_NAME: "taught_sha256"}
 """File → key of tokens.json with its hash."""
 
 _FORMAT = 3  # part of the fingerprint: raise it when the same corpus would give other bytes
-_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, the work that a kill can cost
-_SECONDS_BETWEEN_LINES = 10.0
 
 
-def prepare_tokens(data: DataConfig) -> Path:
+def prepare_tokens(
+    data: DataConfig, *, processes: int = 1, note: Callable[[Tokenized], None] = lambda done: None
+) -> Path:
     """Tokenize `data.source` below `data.folder`, unless that is done already; the folder that `TokenFile.open` reads.
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
     Work that takes longer than some seconds reports its progress on stderr, and goes on where it was killed. Any number
-    of processes may call this at once on one filesystem: [Note: no locks]. DataError for more bad rows than
-    `max_bad_rows`; what was tokenized before is kept.
+    of processes may call this at once on one filesystem: [Note: no locks]. Several `processes` of this machine share
+    the files, and `note` is told what was tokenized. DataError for more bad rows than `max_bad_rows`; what was
+    tokenized before is kept.
     """
-    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    files = list_files(data.source, data.split)
-    provenance = _find_provenance(data)
-    units = _name_units(data, provenance, tokenizer, files)
-    target = Path(data.folder) / _hash([units, data.max_tokens])
+    work = _open(data)
+    target = work.target
     if (target / INFO_NAME).exists():
         return _refuse_bad(target, data)
-    parts = target.with_name(f"{target.name}.parts")
     own = target.with_name(f"{target.name}.{uuid4().hex[:8]}.partial")
     try:
         _refuse_unfinished(target)
-        parts.mkdir(parents=True, exist_ok=True)
-        _write_parts(data, tokenizer, files, units, parts)
+        work.parts.mkdir(parents=True, exist_ok=True)
+        everything = range(len(work.units.names))
+        note(write_parts(data, work.tokenizer, work.units, work.parts, everything, processes))
         own.mkdir()
         try:
-            info = _join(find_pieces(parts.parent, units), own, tokenizer, data)
+            info = _join(find_pieces(work.parts.parent, work.units.names), own, work.tokenizer, data)
         finally:
             forget_parts()
-        (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
+        (own / INFO_NAME).write_text(json.dumps(info | work.provenance, indent=2) + "\n", encoding="utf-8")
         _publish(own, target)
     except OSError as error:
         if (target / INFO_NAME).exists():  # another process was done, and has removed the parts
@@ -99,10 +92,85 @@ def prepare_tokens(data: DataConfig) -> Path:
     finally:
         shutil.rmtree(own, ignore_errors=True)
         if (target / INFO_NAME).exists():  # so the last process leaves nothing that another still wrote
-            shutil.rmtree(parts, ignore_errors=True)
+            shutil.rmtree(work.parts, ignore_errors=True)
         with suppress(OSError):  # parts are in it, or it is gone
-            parts.rmdir()
+            work.parts.rmdir()
     return target
+
+
+class PreparedShard(NamedTuple):
+    """A part of the files of a source, whose parts are written."""
+
+    num_files: int
+    """Files of the shard."""
+    num_all: int
+    """Files of the source."""
+    parts: Path
+    """Folder of the parts; where the whole source is prepared already, that of its tokens."""
+    tokenized: Tokenized
+
+
+def prepare_shard(data: DataConfig, shard: int, num_shards: int, *, processes: int = 1) -> PreparedShard:
+    """Tokenize one of `num_shards` parts of the files of `data.source`, and join nothing; `shard` counts from 0.
+
+    Shards are files that follow each other, as equal in size as whole files can be. Once all are done, on whatever
+    machines, `prepare_tokens` joins them, and tokenizes what is missing. DataError for a source that has no files here,
+    and with `max_tokens`, which counts from the first file on.
+    """
+    if data.max_tokens:
+        raise DataError(
+            f"data.max_tokens={data.max_tokens} counts tokens from the first file on, so no shard knows its share; use "
+            f"max_tokens=0, or prepare the source without --shard"
+        )
+    work = _open(data)
+    if not work.units.files:
+        raise DataError(
+            f"data.source={data.source!r} comes from the hub as one stream; hf download --repo-type dataset "
+            f'{data.source} --local-dir FOLDER clones it, and source = "FOLDER" has files that shards share'
+        )
+    chosen = _choose(work.units.files, shard, num_shards)
+    if (work.target / INFO_NAME).exists():
+        return PreparedShard(len(chosen), len(work.units.files), work.target, Tokenized(0, 0, 0.0))
+    try:
+        _refuse_unfinished(work.target)
+        work.parts.mkdir(parents=True, exist_ok=True)
+        done = write_parts(data, work.tokenizer, work.units, work.parts, chosen, processes)
+    except OSError as error:
+        raise DataError(f"cannot write tokens to {str(work.parts)!r}: {error}") from error
+    return PreparedShard(len(chosen), len(work.units.files), work.parts, done)
+
+
+def _choose(files: Sequence[Path], shard: int, num_shards: int) -> range:
+    """Numbers of the files of a shard: those whose middle lies in its part of all bytes."""
+    sizes = np.array([max(1, file.stat().st_size) for file in files], np.int64)
+    middles = sizes.cumsum() - sizes / 2
+    places = np.minimum(num_shards - 1, (middles * num_shards / sizes.sum()).astype(np.int64))
+    begin, end = (int(np.searchsorted(places, number)) for number in (shard, shard + 1))
+    return range(begin, end)
+
+
+class _Work(NamedTuple):
+    """Everything that is decided before a source is read."""
+
+    tokenizer: Tokenizer
+    units: Units
+    provenance: dict[str, object]
+    target: Path
+    """Folder of the tokens once they are whole."""
+
+    @property
+    def parts(self) -> Path:
+        """Folder of the parts until then."""
+        return self.target.with_name(f"{self.target.name}.parts")
+
+
+def _open(data: DataConfig) -> _Work:
+    """Read the tokenizer of a source, and list its files."""
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    files = list_files(data.source, data.split)
+    provenance = _find_provenance(data)
+    names = _name_units(data, provenance, tokenizer, files)
+    return _Work(tokenizer, Units(files, names), provenance, Path(data.folder) / _hash([names, data.max_tokens]))
 
 
 class NoText(DataError):
@@ -118,10 +186,7 @@ def prepare_head(data: DataConfig, num_tokens: int, folder: Path) -> tuple[Path,
     It refuses the same errors in them as `prepare_tokens` does. Tokens that are prepared already are used whole, from
     their own folder. None where the first `num_tokens` ids hold nothing to learn from, and later ones might.
     """
-    files = list_files(data.source, data.split)
-    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    units = _name_units(data, _find_provenance(data), tokenizer, files)
-    prepared = Path(data.folder) / _hash([units, data.max_tokens])
+    prepared = _open(data).target
     if (prepared / INFO_NAME).exists():
         return _refuse_bad(prepared, data), True
     asked = min(num_tokens, data.max_tokens or num_tokens)
@@ -157,16 +222,8 @@ def _refuse_bad(target: Path, data: DataConfig) -> Path:
     """The folder of tokens; DataError if more rows were left out there than `max_bad_rows` allows now."""
     info = json.loads((target / INFO_NAME).read_text(encoding="utf-8"))
     if info.get("num_bad_rows", 0) > data.max_bad_rows:
-        raise DataError(_describe_bad(info["num_bad_rows"], info["first_bad_row"], data))
+        raise DataError(describe_bad(info["num_bad_rows"], info["first_bad_row"], data))
     return target
-
-
-def _describe_bad(number: int, first: str, data: DataConfig) -> str:
-    """Reason why bad rows are refused; `first` is the place and the reason of the first one."""
-    if data.max_bad_rows == 0:
-        return first
-    rows = plural(number, "bad row")
-    return f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first}"
 
 
 def _find_provenance(data: DataConfig) -> dict[str, object]:
@@ -199,63 +256,6 @@ def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], units: Sequence[str], folder: Path) -> None:
-    """Write the parts that are not there yet; as much as `max_tokens` needs."""
-    found = [[placed.piece for placed in chain] for chain in find_pieces(folder.parent, units)]
-    known = np.array([sum(piece.num_tokens for piece in chain) for chain in found])
-    first_missing = next((i for i, chain in enumerate(found) if not (chain and chain[-1].is_end)), len(units))
-    limit = data.max_tokens or float("inf")
-    if first_missing == len(units) or known[: first_missing + 1].sum() >= limit:
-        return
-    progress = _Progress(data, sum(piece.num_documents for chain in found for piece in chain), int(known.sum()))
-    firsts = [None if chain and chain[-1].is_end else chain[-1].end_row if chain else 0 for chain in found]
-    bad = _BadRows(data, sum(piece.num_bad for chain in found for piece in chain))
-    fields = {data.messages_field or data.text_field, *(["tools"] if data.messages_field else [])}
-    corpus = open_corpus(data.source, files, data.split, fields)
-    writer, unit, num_read = PieceWriter(folder, _dtype(tokenizer), _PART_TOKENS), -1, 0
-    try:
-        with closing(read_documents(corpus, data, tokenizer, firsts, bad.note)) as documents:
-            for read in documents:
-                if read.unit != unit:
-                    unit = read.unit
-                    writer.begin(units[unit], firsts[unit] or 0)
-                if read.document is None:
-                    writer.end(read.row)
-                    writer.close_piece(bad.by_unit[unit])
-                    unit = -1
-                    continue
-                writer.add(read.document, read.row)
-                progress.count(read.document.ids.size)
-                num_read += read.document.ids.size
-                if known[: unit + 1].sum() + num_read >= limit:
-                    break
-                if writer.is_full:
-                    writer.close_piece(bad.by_unit[unit])
-                    writer.flush()
-                    firsts[unit], unit = read.row + 1, -1
-    finally:
-        writer.close_piece(bad.by_unit[unit])
-        writer.flush()
-
-
-class _BadRows:
-    """Rows that cannot be read."""
-
-    def __init__(self, data: DataConfig, number: int):
-        """Counting starts at the `number` of those that were left out before."""
-        self.data, self.number = data, number
-        self.by_unit: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-        """Unit → number of each bad row there, and the reason."""
-
-    def note(self, unit: int, row: int, why: str) -> None:
-        """Note one more; DataError if there are too many."""
-        self.number += 1
-        if self.number > self.data.max_bad_rows:
-            first = next((rows[0][1] for _, rows in sorted(self.by_unit.items()) if rows), why)
-            raise DataError(_describe_bad(self.number, first, self.data))
-        self.by_unit[unit].append((row, why))
-
-
 def _join(
     units: Sequence[Sequence[PlacedPiece]], folder: Path, tokenizer: Tokenizer, data: DataConfig
 ) -> dict[str, object]:
@@ -263,18 +263,19 @@ def _join(
     num_tokens = num_documents = 0
     left = data.max_tokens or None
     used, whole = list[PlacedPiece](), list[Sequence[PlacedPiece]]()
-    _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
+    files = _Files(folder)
+    files.append(DOCUMENTS_NAME, np.zeros(1, "<i8"))
     for chain in units:
         for placed in chain:
             if left == 0:
                 break
-            arrays = placed.read(_dtype(tokenizer))
+            arrays = placed.read(dtype_of(tokenizer))
             if left is not None and placed.piece.num_tokens > left:
                 arrays = _cut(arrays, left)
-            _append(folder / TOKENS_NAME, arrays["ids"])
-            _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+            files.append(TOKENS_NAME, arrays["ids"])
+            files.append(DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
             if "taught" in arrays:
-                _append(folder / LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
+                files.append(LOSS_MASK_NAME, arrays["taught"].astype(np.uint8))
             num_tokens += arrays["ids"].size
             num_documents += arrays["lengths"].size
             left = None if left is None else left - arrays["ids"].size
@@ -292,12 +293,14 @@ def _join(
     write_units(folder, whole)
     num_bad, num_rewritten = (sum(getattr(each.piece, name) for each in used) for name in ("num_bad", "num_rewritten"))
     first_bad = next((each.piece.first_bad for each in used if each.piece.num_bad), "")
+    if num_bad > data.max_bad_rows:  # each process knows its own alone
+        raise DataError(describe_bad(num_bad, first_bad, data))
     return {
-        "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
+        "dtype": dtype_of(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
         **({"num_rewritten": num_rewritten} if num_rewritten else {}),
         **({"num_bad_rows": num_bad, "first_bad_row": first_bad} if num_bad else {}),
-        **{key: _finish(folder / name) for name, key in HASH_KEYS.items() if (folder / name).exists()},
+        **{HASH_KEYS[name]: digest for name, digest in files.finish().items()},
     }  # fmt: skip
 
 
@@ -309,45 +312,24 @@ def _cut(arrays: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     return {**{name: array[:num_tokens] for name, array in arrays.items()}, "lengths": lengths}
 
 
-def _append(path: Path, array: "np.ndarray[Any, Any]") -> None:
-    with path.open("ab") as file:
-        file.write(array.tobytes())
+class _Files:
+    """Flat files of a folder to which pieces are appended; what is written is hashed on the way, and not read again."""
 
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._hashes = {name: hashlib.sha256() for name in HASH_KEYS}
 
-def _finish(path: Path) -> str:
-    """Flush a file to the disk; returns its hash."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return hash_file(path)
+    def append(self, name: str, array: "np.ndarray[Any, Any]") -> None:
+        """Append an array to a file."""
+        content = array.tobytes()
+        self._hashes[name].update(content)
+        with (self.folder / name).open("ab") as file:
+            file.write(content)
 
-
-def _dtype(tokenizer: Tokenizer) -> "np.dtype[Any]":
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-
-
-class _Progress:
-    """Reports the progress of preparing on stderr, every few seconds."""
-
-    def __init__(self, data: DataConfig, num_documents: int, num_tokens: int):
-        """Counting starts at the documents and ids that were there already."""
-        self.data = data
-        self.num_documents, self.num_tokens, self.first = num_documents, num_tokens, num_tokens
-        self.started = self.said = time.perf_counter()
-        if num_documents:
-            print(f"{data.source}: going on after {plural(num_tokens, 'token', ',')}", file=sys.stderr, flush=True)
-
-    def count(self, num_tokens: int) -> None:
-        """Count one more document, of `num_tokens` ids."""
-        self.num_documents += 1
-        self.num_tokens += num_tokens
-        now = time.perf_counter()
-        if now < self.said + _SECONDS_BETWEEN_LINES:
-            return
-        self.said = now
-        rate = (self.num_tokens - self.first) / (now - self.started)
-        done = f"{plural(self.num_tokens, 'token', ',')} of {plural(self.num_documents, 'document', ',')}"
-        line = f"{self.data.source}: {done}, {rate:,.0f} tokens/s"
-        if self.data.max_tokens:
-            left_s = (self.data.max_tokens - self.num_tokens) / rate
-            line += f", {self.num_tokens / self.data.max_tokens:.0%}, {left_s / 60:,.0f} min left"
-        print(line, file=sys.stderr, flush=True)
+    def finish(self) -> dict[str, str]:
+        """Flush all files to the disk; name → hash, of those that there are."""
+        names = [name for name in HASH_KEYS if (self.folder / name).exists()]
+        for name in names:
+            with (self.folder / name).open("rb") as file:
+                os.fsync(file.fileno())
+        return {name: self._hashes[name].hexdigest() for name in names}

@@ -43,7 +43,7 @@ from dtlayout.data.best_fit import Ints
 from dtlayout.data.divisions import DIVISIONS, Division
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
-from dtlayout.spec.batch import IGNORED, Batch
+from dtlayout.spec.batch import IGNORED, Batch, RampStage, count_after, size_after
 
 if TYPE_CHECKING:
     import torch
@@ -85,18 +85,18 @@ class Seen:
     tokens: int = 0
     """Input tokens of those samples."""
 
-    def after(self, step: int, batch: Batch) -> "Seen":
-        """Numbers after `step` steps, if all later batches have the sizes of `batch`."""
-        samples = self.count_samples(step, batch.global_batch)
-        return Seen(step, samples, self.tokens + (step - self.step) * batch.num_tokens)
+    def after(self, step: int, batch: Batch, ramp: Sequence[RampStage] = ()) -> "Seen":
+        """Numbers after `step` steps, if all later batches have the sizes of `batch` and its ramp."""
+        samples = self.count_samples(step, batch.global_batch, ramp)
+        return Seen(step, samples, self.tokens + (samples - self.samples) * batch.seq_len)
 
-    def count_samples(self, step: int, global_batch: int) -> int:
-        """Samples before `step`, if all later batches have this size; DataError for an earlier step."""
+    def count_samples(self, step: int, global_batch: int, ramp: Sequence[RampStage] = ()) -> int:
+        """Samples before `step`, if all later batches have this size after a ramp; DataError for an earlier step."""
         if step < 0:
             raise DataError(f"step={step} is negative; steps count from 0")
         if step < self.step:
             raise DataError(f"step={step} is before step {self.step}, from which on samples are counted")
-        return self.samples + (step - self.step) * global_batch
+        return count_after(self.samples, step - self.step, global_batch, ramp)
 
 
 _NOTHING = Seen()
@@ -195,7 +195,7 @@ class SampledSource:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The batches of a run, `sizes.global_batch` samples a step."""
+    """The batches of a run, `sizes.global_batch` samples a step once its ramp is over."""
 
     sources: tuple[SampledSource, ...]
     """One entry for each source."""
@@ -207,6 +207,8 @@ class Samples:
     """Totals of earlier steps, whose batches may have had other sizes; from there on batches have `sizes`."""
     is_once: bool = False
     """Whether each sample comes once: what is left of the last batch has no targets. Else another epoch begins."""
+    ramp: tuple[RampStage, ...] = ()
+    """Smaller batches at the begin of the run."""
 
     def __post_init__(self) -> None:
         if 0 in self._quotas:
@@ -245,9 +247,24 @@ class Samples:
         name = self.sources[0].samples
         return ", ".join([*hashes, *([name] if name != "packed" else [])])
 
+    def count_before(self, step: int) -> int:
+        """Samples in all global batches before that of `step`."""
+        return self.seen.count_samples(step, self.sizes.global_batch, self.ramp)
+
+    def size_of(self, step: int) -> int:
+        """Samples in the global batch of `step`."""
+        return size_after(self.count_before(step), self.sizes.global_batch, self.ramp)
+
+    def number(self, step: int, indices: Sequence[int]) -> Ints:
+        """k for each of `indices` in the global batch of `step`: [Note: the order of samples]."""
+        return number_samples(self.count_before(step), indices, self.size_of(step))
+
     def locate(self, step: int, indices: Sequence[int]) -> tuple[Ints, Ints]:
         """Source and number in the source, for the samples at these indices of the global batch of `step`."""
-        numbers = number_samples(step, indices, self.sizes.global_batch, self.seen)
+        return self.locate_numbers(self.number(step, indices))
+
+    def locate_numbers(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Source and number in the source, for samples by the order in which a run reads them, from 0."""
         source_B, sample_B = deal(numbers, self._quotas, self.seed)
         for i, source in enumerate(self.sources):
             is_here = source_B == i
@@ -265,20 +282,20 @@ class Samples:
             is_here = source_B == i
             tokens[is_here], counts[is_here], is_last[is_here] = source.read(sample_B[is_here])
         if self.is_once:
-            counts[number_samples(step, indices, self.sizes.global_batch, self.seen) >= self.num_samples] = False
+            counts[self.number(step, indices) >= self.num_samples] = False
         targets = np.where(counts, tokens, IGNORED)[:, 1:]
         return SampleRows(
             *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))
         )
 
 
-def number_samples(step: int, indices: Sequence[int], global_batch: int, seen: Seen = _NOTHING) -> Ints:
-    """k for each of `indices` in the global batch of `step`: [Note: the order of samples]."""
+def number_samples(seen: int, indices: Sequence[int], global_batch: int) -> Ints:
+    """k for each of `indices` in a global batch before which `seen` samples were: [Note: the order of samples]."""
     index = np.asarray(indices, dtype=np.int64).reshape(-1)
     outside = index[(index < 0) | (index >= global_batch)]
     if outside.size:
         raise DataError(f"index {outside[0]} is outside the global batch; use 0 to {global_batch - 1}")
-    return seen.count_samples(step, global_batch) + index
+    return seen + index
 
 
 def deal(numbers: Ints, quotas: Sequence[int], seed: int) -> tuple[Ints, Ints]:

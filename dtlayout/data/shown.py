@@ -45,8 +45,7 @@ class ShownSample:
 
 def show_sample(samples: Samples, number: int, tokenizer: Tokenizer) -> ShownSample:
     """Sample `number` of a run, by the order in which samples are read, from 0."""
-    step, index = divmod(number, samples.sizes.global_batch)
-    sources, ids = samples.locate(step, [index])
+    sources, ids = samples.locate_numbers(np.array([number]))
     return show_sample_of(samples.sources[int(sources[0])], int(ids[0]), tokenizer)
 
 

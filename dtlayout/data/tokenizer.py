@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import expand
 from dtlayout.models.beside import TOKENIZER, find_end_token
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder
 
 if TYPE_CHECKING:
@@ -96,9 +97,10 @@ def find_file(spec: str) -> Path | None:
 
 def find_other_tokenizer(spec: str, init_from: str) -> list[str]:
     """A warning line if `spec` is another tokenizer than the one in the folder of `init_from`; else empty."""
-    own, other = find_file(spec), expand(init_from) / TOKENIZER
-    if not other.is_file():  # an adapter without one reads texts as its frozen model does
-        other = find_base_folder(expand(init_from)) / TOKENIZER
+    own, place = find_file(spec), find_place(init_from)
+    other = place / TOKENIZER
+    if init_from and not other.is_file():  # an adapter without one reads texts as its frozen model does
+        other = find_base_folder(place) / TOKENIZER
     if not init_from or not other.is_file() or (own and own.is_file() and own.read_bytes() == other.read_bytes()):
         return []
     return [f"data.tokenizer is {spec}, not that of {init_from}: its weights learned other texts for these ids"]

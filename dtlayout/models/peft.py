@@ -18,6 +18,7 @@ from dtlayout.models.adapters import LowRankLinear, RescaledLinear, list_adapted
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_model
+from dtlayout.models.first_source import ADAPTER_CONFIG, find_cached, read_saved
 from dtlayout.models.operations import Linear
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.stored import FORMATS, StoredTensor, name_first, read_header
@@ -25,7 +26,6 @@ from dtlayout.models.stored_names import StoredWeight
 from dtlayout.spec.adapter import IA3_INPUTS, Adapter
 from dtlayout.spec.model_shape import ModelShape
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KINDS: dict[str, Literal["lora", "ia3"]] = {"LORA": "lora", "IA3": "ia3"}
@@ -55,8 +55,14 @@ def find_base_folder(folder: Path) -> Path:
     """The Hugging Face folder of the weights that a folder stands for: itself, or of a PEFT folder its frozen model's.
 
     That is what base_model_name_or_path says: a folder, or a repository that lies in the cache of the Hugging Face hub.
-    InvalidConfig if it is neither here.
+    Of a run, or a checkpoint, it is the frozen model's too, or the folder with what the run has kept of the model that
+    it came from. InvalidConfig if a frozen model is not here.
     """
+    if (saved := read_saved(folder)) is not None:
+        if saved.adapter is not None and not os.path.isfile(saved.beside / "config.json"):
+            place = saved.base or "no folder, but was drawn from a seed"
+            raise InvalidConfig(f"{saved.checkpoint} is an adapter whose frozen model is not here: it was {place}")
+        return saved.beside
     if not is_peft(folder):
         return folder
     config = _read_config(folder)
@@ -64,7 +70,7 @@ def find_base_folder(folder: Path) -> Path:
     if isinstance(name, str) and name:
         if os.path.isfile(expand(name) / "config.json"):
             return expand(name)
-        if (cached := _find_cached(name, config.get("revision"))) is not None:
+        if (cached := find_cached(name, _text(config.get("revision")))) is not None:
             return cached
     raise InvalidConfig(
         f"{folder / ADAPTER_CONFIG} names the frozen model {name!r}, which is no folder here with a config.json; write "
@@ -72,15 +78,8 @@ def find_base_folder(folder: Path) -> Path:
     )
 
 
-def _find_cached(name: str, revision: Any) -> Path | None:
-    """The snapshot of a repository in the cache of the Hugging Face hub; None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache  # only now: few adapters name a repository
-
-    try:
-        file = try_to_load_from_cache(name, "config.json", revision=revision if isinstance(revision, str) else None)
-    except ValueError:  # no name of a repository
-        return None
-    return Path(file).parent if isinstance(file, str) else None
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -8,17 +8,18 @@ there one by one. Rotary embeddings turn the same pairs, so that nothing is perm
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural
 from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files, read_table
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
-from dtlayout.models.files import find_trained_model
+from dtlayout.models.files import find_trained_model, strip_training
+from dtlayout.models.first_source import SavedModel, describe_missing, find_place, read_saved
 from dtlayout.models.peft import find_base_folder, find_peft_problems, is_peft, read_adapter
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
 from dtlayout.models.stored_names import StoredWeight, store
@@ -95,7 +96,9 @@ def shrink_to(stored: Mapping[str, StoredTensor], model: ModelShape) -> ModelSha
 
 def describe_new_rows(text: str, model: ModelShape, new_rows: str) -> list[str]:
     """Lines about rows of embedding and head that the folder `train.init_from` lacks; none where it has all."""
-    there = shrink_to(find_weights(find_base_folder(expand(text))), model.base).vocab_size
+    if read_saved(place := find_place(text)) is not None:
+        return []
+    there = shrink_to(find_weights(find_base_folder(place)), model.base).vocab_size
     lines = []
     if added := model.num_ids - there:
         how = "the mean of the others" if new_rows == "mean" else "drawn as first weights are"
@@ -162,10 +165,12 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
     A model with an adapter needs the frozen weights alone.
     """
     where = f"train.init_from={text!r}"
-    folder = expand(text)
-    if not os.path.isdir(folder):
-        return [f"{where} is no folder; give one with a config.json and safetensors"]
+    folder = find_place(text)
     try:
+        if (saved := read_saved(folder)) is not None:
+            return [f"{where}: {problem}" for problem in _find_saved_problems(saved, model)]
+        if not is_peft(folder) and not os.path.isfile(folder / CONFIG):
+            return [describe_missing(text)]
         of_adapter = find_peft_problems(folder, model) if is_peft(folder) else []
         if of_adapter:
             return [f"{where}: {problem}" for problem in of_adapter]
@@ -183,6 +188,26 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
     return [f"{where}: {problem}" for problem in problems]
 
 
+def _find_saved_problems(saved: SavedModel, model: ModelShape) -> list[str]:
+    """Problems of a checkpoint as the source of a model's first weights, one line each."""
+    table = {**saved.model, **({"adapter": saved.adapter} if saved.adapter else {})}
+    found = toml.parse(table, ModelShape, "model")
+    if model.adapter is not None and found.adapter is None:
+        run = saved.run if saved.run.is_dir() else saved.checkpoint
+        return [
+            f"{saved.checkpoint} holds a whole model, and an adapter lies beside a folder: dtlayout convert {run} "
+            f"FOLDER writes one"
+        ]
+    theirs, ours = (asdict(replace(strip_training(each), name="")) for each in (found, model))
+    changes = [f"{key}={theirs[key]} (config: {value})" for key, value in ours.items() if theirs[key] != value]
+    if changes:
+        return [f"{saved.checkpoint} holds another model: {', '.join(changes)}"]
+    if found.adapter is None:
+        return []
+    base = find_base_folder(saved.checkpoint)
+    return [f"{base}: {problem}" for problem in find_weight_problems(find_weights(base), model.base)]
+
+
 def _list_unseen(made_for: ModelShape, model: ModelShape) -> Iterator[tuple[str, Any, Any]]:
     """Name of what no tensor tells, and its values in two models."""
     for name in _UNSEEN:
@@ -195,14 +220,16 @@ def _list_unseen(made_for: ModelShape, model: ModelShape) -> Iterator[tuple[str,
 
 def find_other_positions(text: str, model: ModelShape) -> list[str]:
     """Settings of a model's rotary embedding that differ from the folder `train.init_from`, one line each."""
-    made_for = find_trained_model(str(find_base_folder(expand(text)) / CONFIG))
+    if read_saved(place := find_place(text)) is not None:  # it was refused, unless it is the same model
+        return []
+    made_for = find_trained_model(str(find_base_folder(place) / CONFIG))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
 
 
 def describe_longer_context(text: str, seq_len: int) -> list[str]:
     """A line if samples are longer than the texts that the folder `train.init_from` is made for; exports say so too."""
-    known = read_table(find_base_folder(expand(text)) / CONFIG).get("max_position_embeddings")
+    known = read_table(find_base_folder(find_place(text)) / CONFIG).get("max_position_embeddings")
     if not isinstance(known, int) or seq_len <= known:
         return []
     return [f"{text} is made for {known:,} tokens, and batch.seq_len is {seq_len:,}: an export is made for as many"]

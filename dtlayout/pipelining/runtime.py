@@ -90,8 +90,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.group = self.mesh[PP].get_group()
-        self.actions = self.schedule.ranks[self.mesh[PP].get_local_rank()]
-        self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
+        self.follow(self.schedule)
         for sync in self.sync.values():
             sync.expect_microbatches(self.schedule.num_microbatches)
         splits = any(a.kind is Kind.BACKWARD_WEIGHT for a in self.actions)
@@ -100,6 +99,12 @@ class Runtime:
         if splits:
             for sync in self.sync.values():
                 sync.expect_split_backwards()
+
+    def follow(self, schedule: Schedule) -> None:
+        """Run each later step by this schedule, which may have another number of microbatches, and nothing else."""
+        self.schedule = schedule
+        self.actions = schedule.ranks[self.mesh[PP].get_local_rank()]
+        self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
         works = [a for a in self.actions if a.kind in COMPUTE]
         self.following = dict(zip(works, [*map(_to_work, works[1:]), None], strict=True))
 

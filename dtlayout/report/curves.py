@@ -316,22 +316,28 @@ def _end(figure: Figure) -> Figure:
 
 
 def count_tokens_per_step(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens of a step, as between the first two lines, for batches before them may have been of another size.
+    """Tokens of a step, as between the last two lines, for batches before them may have been smaller.
 
     >>> count_tokens_per_step([{"step": 5, "tokens": 80}, {"step": 6, "tokens": 112}])
     32.0
     """
-    (first, *others) = ((line["step"], line.get("tokens", 0)) for line in lines[:2])
-    steps, tokens = (b - a for a, b in zip(first, others[0], strict=True)) if others else first
-    return tokens / steps if steps > 0 else first[1] / first[0]
+    (*others, last) = ((line["step"], line.get("tokens", 0)) for line in lines[-2:])
+    steps, tokens = (b - a for a, b in zip(others[0], last, strict=True)) if others else last
+    return tokens / steps if steps > 0 else last[1] / last[0]
+
+
+def _list_times(lines: Sequence[Mapping[str, Any]], tokens: float) -> list[float]:
+    """Seconds of the steps that have so many tokens: a ramp has smaller ones; of all where no step says its speed."""
+    timed = [(line["step_time_s"], line.get("tokens_per_s")) for line in lines if line.get("step_time_s") is not None]
+    return [t for t, speed in timed if speed and round(speed * t) == round(tokens)] or [t for t, _ in timed]
 
 
 def _describe(run: RunCurves, is_part: bool) -> dict[str, str]:
     """Column → cell of a run, or of a part of one, which names its first step too."""
     losses, mfu, peaks = (run.read(key)[1] for key in ("loss", "mfu", "peak_memory_bytes"))
     validation = Validation.of(run.lines)
-    step_time_s, _ = time_steps(run.read("step_time_s")[1])
     tokens = count_tokens_per_step(run.lines)
+    step_time_s, _ = time_steps(_list_times(run.lines, tokens))
     steps = f"{run.lines[0]['step']:,} to " * is_part + f"{run.lines[-1]['step']:,}"
     unit, size = choose_unit(max(peaks, default=0))
 

@@ -7,7 +7,6 @@ The module `dtlayout.sweep.processes PARENT COMMAND [ARGUMENT …]` becomes a co
 sweep that is killed with SIGKILL cannot end its trial, so Linux does, with SIGTERM, which torchrun hands on to workers.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,9 +19,9 @@ from types import MappingProxyType
 from typing import IO
 
 from dtlayout.base.interpreter import run_module
+from dtlayout.base.parent import end_with_parent
 
 _MARK = "DTLAYOUT_TRIAL"
-_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
 _GONE_WITHIN_S = 30.0
 """Seconds for which processes that got SIGKILL are waited for."""
@@ -120,10 +119,7 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 
 def _become(parent: int, command: list[str]) -> None:
     """Become the command, which ends when the process `parent` ends; on other systems than Linux it does not."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before the signal was asked for
-            sys.exit(1)
+    end_with_parent(parent)
     os.execvp(command[0], command)
 
 

@@ -124,6 +124,7 @@ _LONG_RUN_STEPS = 100_000
 _SET = {
     "train.steps": "a sweep says how many, with steps",
     "train.epochs": "a sweep says how many steps, with steps",
+    "train.batch_ramp": "a sweep measures steps of the whole batch",
     "train.run_folder": "each trial has its own",
     "checkpoint.save": "a trial saves none",
 }
@@ -197,6 +198,7 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
         *sweep.overrides,
         *overrides,
         f"--train.steps={sweep.steps}",
+        "--train.batch_ramp=[]",
         "--checkpoint.save=false",
     ]
     try:

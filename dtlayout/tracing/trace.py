@@ -86,7 +86,7 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
 def describe_module(
     module: nn.Module, example_inputs: Mapping[str, Tensor], file: str | Path, name: str = "own"
 ) -> ModelShape:
-    """The shape of a causal model of one's own, a module with a list of blocks, for predictions.
+    """The shape of a causal model of one's own, a module with a list of blocks that each attend once, for predictions.
 
     A copy of the module runs once on fake tensors like `example_inputs`, its arguments by name, of which the first are
     tokens [B, S]. The trace is written to `file`, which commands take as --model. Its embedding is the `nn.Embedding`

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dtlayout.data.samples import Samples, find_starts
-from dtlayout.mesh.axes import CP, coordinate, own_positions
+from dtlayout.data.samples import Samples, find_starts, own_indices
+from dtlayout.mesh.axes import CP, coordinate, dp_rank, own_positions
 from dtlayout.ops.documents import share_positions
 from dtlayout.spec.layout import Layout
 from dtlayout.training.transfer import send_to_device
@@ -35,13 +35,11 @@ class Batches:
     """The batches of a run, as one rank sees them."""
 
     samples: Samples
-    indices: Sequence[int]
-    """Rows of a global batch that this rank reads."""
     device_type: str
     has_documents: bool
     """Whether documents of a sample are kept apart."""
     layout: Layout
-    """Decides, with `rank`, which tokens of each sample are this rank's."""
+    """Decides, with `rank`, which samples of a global batch are this rank's, and which tokens of each."""
     rank: int
 
     def fetch(self, step: int) -> OwnBatch:
@@ -63,7 +61,8 @@ class Batches:
                 yield self._send(rows, wait_s)
 
     def _read(self, step: int) -> OwnBatch:
-        rows = self.samples.batch(step, self.indices)
+        indices = own_indices(self.samples.size_of(step), dp_rank(self.rank, self.layout), self.layout.dp)
+        rows = self.samples.batch(step, indices)
         starts = find_starts(rows.is_last) if self.has_documents else None
         tokens, targets = take_own((rows.tokens, rows.targets), starts, self.layout, self.rank)
         return OwnBatch(tokens, targets, starts)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.base.errors import CheckpointError, DtlayoutError
 from dtlayout.base.formatting import plural
 from dtlayout.base.version import VERSION
@@ -17,7 +18,7 @@ from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.copies import HeldState, HostCopies
 from dtlayout.checkpoint.folder import check_own, clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
-from dtlayout.checkpoint.manifest import CHECKPOINTS, find_checkpoint, list_checkpoints, read_step
+from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.config.config import Config
 from dtlayout.mesh.build import open_host_group

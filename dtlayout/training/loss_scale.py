@@ -35,7 +35,7 @@ class LossScale:
         """The factor with which a run of a config begins; None where losses are not scaled."""
         if config.precision.compute != "float16":
             return None
-        usual = _OF_A_SEQUENCE * 2.0 ** math.floor(math.log2(config.batch.global_batch))
+        usual = _OF_A_SEQUENCE * 2.0 ** math.floor(math.log2(config.batches[0].global_batch))
         return cls(config.train.loss_scale or usual, config.train.loss_scale_steps)
 
     def add(self, result: StepResult) -> None:

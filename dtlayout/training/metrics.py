@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.base.errors import EXIT_REFUSED, DtlayoutError
 from dtlayout.base.files import parse_json, read_lines, write_whole
-from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.timeline import Timeline

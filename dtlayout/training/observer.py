@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from dtlayout.base.errors import EXIT_NON_FINITE, InvalidConfig
 from dtlayout.schedules.actions import Action
+from dtlayout.spec.batch import Batch
 from dtlayout.training.result import StepResult
 
 OBSERVERS: dict[str, str] = {}
@@ -34,6 +35,8 @@ class ObservedStep:
     """Learning rate of this step."""
     tokens: int
     """Tokens that the run has seen until now."""
+    batch: Batch
+    """Size of this step, which a ramp may make smaller than that of the config."""
     data_wait_s: float
     """Seconds that this rank waited for the step's batch."""
     exit_code: int | None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
-from dtlayout.base.files import expand, write_whole
+from dtlayout.base.files import write_whole
 from dtlayout.base.formatting import format_bytes, join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
@@ -21,6 +21,7 @@ from dtlayout.data.samples import Samples
 from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
+from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import describe_longer_context, describe_new_rows, find_other_positions
@@ -76,6 +77,9 @@ class Records(Observer):
         self._trackers = Trackers(self.display.say)
         self._speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self._step_times_s: list[float] = []
+        """Seconds of each step of this start whose batch is whole."""
+        self._num_noted = 0
+        """Steps of this start, those of a ramp too."""
         self._goes_on = False
         self.skipped: list[int] = []
         """Steps of this start that updated nothing, because loss or norm was not finite."""
@@ -101,8 +105,19 @@ class Records(Observer):
         self.config = config
         self.display.set_length(config.train.steps)
 
-    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: dict[str, Samples], *, is_new: bool) -> None:
-        """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
+    def say_what_starts(
+        self,
+        first_step: int,
+        trainer: Trainer,
+        held_out: dict[str, Samples],
+        *,
+        is_new: bool,
+        first: Path | None = None,
+    ) -> None:
+        """Print model, layout, kernels, prediction and how much of the data is read, before the first step.
+
+        `first` is the checkpoint of another run from which the weights are.
+        """
         model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
             f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
@@ -110,16 +125,18 @@ class Records(Observer):
             f"{plural(trainer.assembly.schedule.num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
-        for line in self.chosen.describe():
+        for line in [*self.config.describe_ramp(), *self.chosen.describe()]:
             self.display.say(line)
         if starts_from_folder(self.config, is_new=is_new):
-            self.display.say(f"weights of {self.config.train.init_from}")
+            self.display.say(
+                f"weights of {first or self.config.train.init_from}{', without its optimizer' * bool(first)}"
+            )
             source, tokenizer = self.config.train.init_from, self.config.data.tokenizer
             for line in describe_new_rows(source, model, self.config.train.new_rows):
                 self.display.say(line)
             lines = find_other_positions(source, model) + find_other_tokenizer(tokenizer, source)
             lines += describe_longer_context(source, self.config.batch.seq_len)
-            for line in lines + find_adapter_notes(expand(source)):
+            for line in lines + find_adapter_notes(find_place(source)):
                 self.display.say(f"note: {line}")
         elif is_new and model.family == FAMILY:
             self.display.say(describe_rules(model.trace))
@@ -176,7 +193,9 @@ class Records(Observer):
             return
         if step.reserved_bytes is not None:
             self.reserved_bytes = max(step.reserved_bytes, self.reserved_bytes or 0)
-        self._step_times_s.append(step.time_s)
+        self._num_noted += 1
+        if step.batch == self.config.batch:
+            self._step_times_s.append(step.time_s)
         metrics = StepMetrics(
             step=step.number,
             loss=step.result.loss,
@@ -192,9 +211,9 @@ class Records(Observer):
             spike=step.is_spike,
             loss_scale=step.result.loss_scale,
             layout=str(self.layout),
-            resumed=self._goes_on and len(self._step_times_s) == 1,
+            resumed=self._goes_on and self._num_noted == 1,
             **_describe_routing(step.result.routing, self.layout.ep),  # type: ignore[arg-type]
-            **self._speed.describe(step.time_s),  # type: ignore[arg-type]
+            **replace(self._speed, batch=step.batch).describe(step.time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
             if problem := self._metrics.append(metrics):
@@ -240,7 +259,8 @@ class Records(Observer):
         lines = self._metrics.read_all()
         losses = [line["loss"] for line in lines if line["step"] > 0]
         imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]
-        step_time_s, spread_s = time_steps(self._step_times_s, self.num_slow)
+        num_smaller = self._num_noted - len(self._step_times_s)
+        step_time_s, spread_s = time_steps(self._step_times_s, max(0, self.num_slow - num_smaller))
         speed = self._speed.describe(step_time_s) if step_time_s else {}
         measured = Performance(
             step_time_s=step_time_s,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError
 from dtlayout.base.lease import Lease, is_of_another
 from dtlayout.base.signals import StopRequest
+from dtlayout.checkpoint.first_checkpoint import find_first_checkpoint
 from dtlayout.checkpoint.frozen_base import check_base, find_frozen_base
 from dtlayout.checkpoint.kept import keep
 from dtlayout.config.config import Config
@@ -134,13 +135,17 @@ def _run(inputs: RunInputs, watch: Watchdog, lease: Lease | None, begun_s: float
     base = find_frozen_base(config, checkpoints.host)
     if base is not None and checkpoints.newest is not None:
         check_base(checkpoints.newest, base)
-    trainer = build_trainer(inputs, watch, checkpoints.host, is_new=is_new, base=base)
+    first = None
+    if is_new and config.train.init_from:
+        watch.at("looking at the checkpoint of train.init_from", is_long=True)
+        first = find_first_checkpoint(config.train.init_from, base, records.display.say, checkpoints.host)
+    trainer = build_trainer(inputs, watch, checkpoints.host, is_new=is_new, base=base, first=first)
     watch.at("opening communicators", is_long=True, waits=True)
     open_communicators(trainer.assembly.mesh, trainer.assembly.other_groups)
     state_device = "cpu" if inputs.layout.offloads_state else inputs.device.type
     checkpoints.serve(trainer.assembly.modules, trainer.optimizer, state_device, trainer.assembly.disk)
     done = resume(trainer, checkpoints, records.display.say)
-    records.say_what_starts(done, trainer, inputs.held_out, is_new=is_new)
+    records.say_what_starts(done, trainer, inputs.held_out, is_new=is_new, first=first)
     folder.look()
     records.open(trainer.resolve(), done)
     if records.is_writer:

@@ -45,6 +45,7 @@ def open_inputs(config: Config, layout: Layout, stop: StopRequest) -> tuple[RunI
     device, chosen = _open_device(config, layout)
     store = open_store(config.train.timeout_s)
     samples = open_data(config, config.data, store, "tokens", seed=config.train.seed)
+    samples = replace(samples, ramp=config.train.batch_ramp)
     held_out = open_held_out(config, store)
     inputs = RunInputs(
         config=config, layout=layout, device=device, chosen=chosen, samples=samples, held_out=held_out, stop=stop

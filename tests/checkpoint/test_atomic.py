@@ -13,10 +13,11 @@ from checkpoint_ranks import build, message_of, save, update
 from tiny import SHAPE
 from watched_disk import watched_disk
 
+from dtlayout.base.checkpoint_names import MANIFEST_NAME, list_checkpoints
 from dtlayout.base.process import name_process
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.folder import name_partial
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.manifest import find_damage, read_manifest
 from dtlayout.spec.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_rank")

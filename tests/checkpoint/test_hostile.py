@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dtlayout.base.checkpoint_names import MANIFEST_NAME, list_checkpoints
 from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint.folder import clean, set_aside
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, _hash_document, find_damage, list_checkpoints
+from dtlayout.checkpoint.manifest import _hash_document, find_damage
 from dtlayout.checkpoint.metadata import parse_metadata
 from dtlayout.checkpoint.opcodes import RefusedPickle
 from dtlayout.checkpoint.sharded import load_checkpoint, read_origin

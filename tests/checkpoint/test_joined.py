@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from toys import make_config
 from transformers import AutoModelForCausalLM
 
+from dtlayout.base.checkpoint_names import list_checkpoints
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.hf import export_weights, import_weights
-from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.checkpoint.quantized_export import check_quantized
 from dtlayout.checkpoint.sharded import read_model
 from dtlayout.models.weights import list_weights

@@ -40,13 +40,14 @@ from tiny import SHAPE
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from dtlayout.base.checkpoint_names import MANIFEST_NAME, list_checkpoints
 from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint import folder as checkpoint_folder
 from dtlayout.checkpoint import manifest, sharded
 from dtlayout.checkpoint.equality import digest
 from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.manifest import find_checkpoint, find_damage, read_manifest
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.checkpoint.sharded import find_changes, find_intact, load_checkpoint, read_origin
 from dtlayout.models.families import find_weight

@@ -20,6 +20,23 @@ def test_scale_gives_one_row_a_cluster(capsys):
     assert lines[head + 2].split()[0] == "16" and not lines[head + 3]
 
 
+def test_scale_is_one_table_or_several_that_the_terminal_is_wide_enough_for(capsys, monkeypatch):
+    arguments = [*LLAMA[:4], *LLAMA[6:], "--scale", "1,16,32", "--tokens", "1T", "--price", "2"]
+    tables = {}
+    for width in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["recommend", *arguments]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= width
+        found = [part.splitlines() for part in text.split("\n\n") if part.lstrip().startswith("GPUs")]
+        assert [[line.split()[0] for line in part if line.split()[0] in ("16", "32")] for part in found] == (
+            [["16", "32"]] * len(found)
+        )
+        tables[width] = {word for part in found for line in part for word in line.split()}
+        assert len(found) == {200: 1, 80: 3, 60: 4}[width]
+    assert tables[60] == tables[80] == tables[200]
+
+
 def test_min_gpus_is_the_smallest_cluster_that_works(capsys):
     arguments = [*LLAMA[:4], *LLAMA[6:]]
     document = ask(capsys, *arguments, "--min-gpus")

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -13,13 +15,15 @@ from hypothesis import strategies as st
 
 import dtlayout.data.documents
 import dtlayout.data.prepare
+import dtlayout.data.tokenizing
 from dtlayout.base.errors import DataError
 from dtlayout.config.sections import DataConfig
 from dtlayout.data import sources
 from dtlayout.data.extent import describe_sources
-from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.prepare import prepare_shard, prepare_tokens
 from dtlayout.data.readers import read_rows
 from dtlayout.data.samples import SampledSource
+from dtlayout.data.tokenizing import Units, cut_into_chunks
 from dtlayout.data.tokens import TokenFile
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -101,7 +105,7 @@ def test_bad_rows_are_left_out_up_to_a_limit_and_counted(tmp_path, files_read):
 
 
 def test_bad_rows_are_counted_once_where_a_start_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     rows = [row for number in range(6) for row in (*texts(f"{number}"), BROKEN)]
     write(tmp_path / "corpus" / "a.jsonl", rows)
@@ -143,7 +147,7 @@ def test_whatever_was_there_before_the_tokens_are_those_of_one_reading(tmp_path,
     folder.mkdir()
     expected = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dtlayout.data.prepare, "_PART_TOKENS", part)
+        patch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", part)
         patch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 3)
         for which in range(2):  # the second time one file has changed
             expected = []
@@ -159,3 +163,66 @@ def test_whatever_was_there_before_the_tokens_are_those_of_one_reading(tmp_path,
             assert np.diff(tokens.documents).sum() == tokens.num_tokens and (np.diff(tokens.documents) > 0).all()
         whole = prepare(folder)
     assert whole.tokens.tolist() == expected
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(corpora, st.integers(1, 6), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_shards_in_any_order_and_some_that_are_missing_give_the_tokens_of_one_reading(tmp_path, lengths, n, part, rng):
+    folder = tmp_path / str(next(numbers))
+    folder.mkdir()
+    for i, each in enumerate(lengths):
+        write(folder / "corpus" / f"{i}.jsonl", texts(*(chr(97 + i) * length for length in each)))
+    data = DataConfig(source=str(folder / "corpus" / "*.jsonl"), folder=str(folder / "shards"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", part)
+        if not any(map(any, lengths)):
+            return
+        done = [prepare_shard(data, shard, n) for shard in rng.sample(range(n), rng.randint(0, n))]
+        joined = prepare_tokens(data)
+    assert sum(shard.num_files for shard in done) <= len(lengths)
+    if len(done) == n:
+        assert sum(shard.num_files for shard in done) == len(lengths)
+    one = prepare_tokens(replace(data, folder=str(folder / "one")))
+    for path in one.iterdir():
+        assert (joined / path.name).read_bytes() == path.read_bytes()
+    assert prepare_shard(data, 0, n).parts == joined
+
+
+def test_processes_share_files_and_give_the_tokens_of_one(tmp_path, monkeypatch, capsys):
+    """A chunk for each file, since the limit is small; and a process that is killed is told from a file that is bad."""
+    for i in range(6):
+        write(tmp_path / "corpus" / f"{i}.jsonl", texts(*(f"{i} and {j}" for j in range(200 * i))))
+    data = DataConfig(source=str(tmp_path / "corpus" / "*.jsonl"), folder=str(tmp_path / "one"), max_bad_rows=1)
+    one, noted = prepare_tokens(data), []
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_SECONDS_BETWEEN_LINES", 0.05)
+    monkeypatch.chdir(tmp_path)  # paths below the working directory lead to it in each process
+    many = prepare_tokens(replace(data, source="corpus/*.jsonl", folder="many"), processes=2, note=noted.append)
+    for path in one.iterdir():
+        if path.name != "tokens.json":  # which names the source
+            assert (many / path.name).read_bytes() == path.read_bytes()
+    assert (noted[0].num_documents, noted[0].num_tokens) == (3000, TokenFile.open(one).num_tokens)
+    assert " tokens/s" in capsys.readouterr().err
+    for i in (2, 4):
+        write(tmp_path / "corpus" / f"{i}.jsonl", [*texts("x"), BROKEN])
+    with pytest.raises(DataError, match=r"2 bad rows of .*, more than data.max_bad_rows=1; the first: .*2\.jsonl"):
+        prepare_tokens(replace(data, folder=str(tmp_path / "bad")), processes=2)
+    write(tmp_path / "corpus" / "4.jsonl", [BROKEN] * 2)
+    with pytest.raises(DataError, match=r"2 bad rows of .*; the first: .*4\.jsonl"):
+        prepare_tokens(replace(data, folder=str(tmp_path / "worse")), processes=2)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_tokenize_chunk", end_this_process)
+    with pytest.raises(DataError, match=r"was ended from outside, .* use fewer --processes than 2"):
+        prepare_tokens(replace(data, folder=str(tmp_path / "killed")), processes=2)
+
+
+def end_this_process(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_chunks_are_files_that_follow_each_other_up_to_a_size(tmp_path, monkeypatch):
+    sizes, firsts = [3, 9, 1, 1, 1, 30, 2, 2], [0, 0, 0, None, 0, 0, 5, None]
+    files = [tmp_path / str(i) for i in range(len(sizes))]
+    for file, size in zip(files, sizes, strict=True):
+        file.write_bytes(b"x" * size)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_CHUNK_BYTES", 12)
+    assert list(cut_into_chunks(Units(files, [str(f) for f in files], firsts))) == [(0, 2), (2, 3), (4, 6), (6, 7)]

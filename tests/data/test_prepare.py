@@ -13,6 +13,7 @@ import pytest
 
 import dtlayout.data.documents
 import dtlayout.data.prepare
+import dtlayout.data.tokenizing
 from dtlayout.base.errors import DataError
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.prepare import prepare_tokens
@@ -30,7 +31,7 @@ def serve(monkeypatch):
 
     def replace(documents):
         monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda *_: [])
-        monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, *_: as_corpus(source, documents))
+        monkeypatch.setattr(dtlayout.data.tokenizing, "open_corpus", lambda source, *_: as_corpus(source, documents))
 
     return replace
 
@@ -46,7 +47,7 @@ def read(folder):
 
 @pytest.mark.parametrize("messages_field", ["", "messages"])
 def test_a_byte_that_is_another_one_is_found_by_who_reads_all(tmp_path, offline, monkeypatch, messages_field):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 100)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", 100)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     talk = [{"role": "user", "content": "one and one?"}, {"role": "assistant", "content": "two, or nearly"}]
     row = json.dumps({"text": "some words", "messages": talk}) + "\n"
@@ -178,7 +179,7 @@ def test_whatever_decides_the_ids_decides_the_folder(tmp_path, serve, write_toke
 
 
 def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, *_: as_corpus(source, ["x"]))
+    monkeypatch.setattr(dtlayout.data.tokenizing, "open_corpus", lambda source, *_: as_corpus(source, ["x"]))
     corpus = tmp_path / "a.txt"
     folders = set()
     for text, time_s in (("one", 1), ("three", 1), ("three", 2)):
@@ -191,7 +192,7 @@ def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
 CHILD = """
 import os, sys, time
 import dtlayout.data.documents as documents
-import dtlayout.data.prepare as prepare
+import dtlayout.data.prepare as prepare, dtlayout.data.tokenizing as tokenizing
 from dtlayout.data.sources import Corpus
 
 folder, ending = sys.argv[1:]
@@ -205,8 +206,8 @@ def slow_rows():
         yield {"text": "x" * 10}
 
 prepare.list_files = lambda *_: []
-prepare.open_corpus = lambda source, *_: Corpus(source, [], slow_rows())
-prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
+tokenizing.open_corpus = lambda source, *_: Corpus(source, [], slow_rows())
+tokenizing._PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
 
@@ -274,7 +275,7 @@ def break_after(texts):
 
 
 def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a", "b", "c"]))
     with pytest.raises(DataError, match=r"reading 'x/y' broke after 3 rows: OSError: the line is down"):
@@ -286,7 +287,7 @@ def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, mo
 
 
 def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a", "b", "c"]))
     with pytest.raises(DataError):
@@ -299,7 +300,7 @@ def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch
 
 
 def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a" * 100, "b", "c"]))
     with pytest.raises(DataError):
@@ -333,7 +334,7 @@ def test_a_row_that_does_not_fit_is_named_and_no_tokens_are_left(tmp_path, offli
 
 
 def test_what_takes_long_says_how_far_it_is(tmp_path, serve, monkeypatch, capsys):
-    monkeypatch.setattr(dtlayout.data.prepare, "_SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_SECONDS_BETWEEN_LINES", 0)
     serve(["abc", "de"])
     prepare("x/y", "bytes", tmp_path, max_tokens=7)
     first, second = capsys.readouterr().err.splitlines()

@@ -34,7 +34,7 @@ from dtlayout.data.samples import (
     shuffle,
 )
 from dtlayout.data.tokens import TokenFile
-from dtlayout.spec.batch import IGNORED, Batch
+from dtlayout.spec.batch import IGNORED, Batch, RampStage, count_steps_until
 
 END = 2
 degrees = st.integers(1, 8)
@@ -49,7 +49,7 @@ def make_samples(folder, seq_len, global_batch, seed=0, **options):
 
 
 def sample_ids(step, indices, global_batch, num_samples, seed):
-    return shuffle(number_samples(step, indices, global_batch), num_samples, seed)
+    return shuffle(number_samples(Seen().count_samples(step, global_batch), indices, global_batch), num_samples, seed)
 
 
 def test_prepared_tokens_open(tmp_path, offline):
@@ -175,7 +175,8 @@ def test_batches_of_any_sizes_one_after_the_other_are_all_samples_in_order(parts
         for step in range(seen.step, seen.step + num_steps):
             for rank in range(num_ranks):
                 indices = own_indices(batch.global_batch, rank, num_ranks)
-                numbers += number_samples(step, indices, batch.global_batch, seen).tolist()
+                before = seen.count_samples(step, batch.global_batch)
+                numbers += number_samples(before, indices, batch.global_batch).tolist()
         seen = seen.after(seen.step + num_steps, batch)
     assert numbers == list(range(len(numbers)))
     assert seen == Seen(sum(steps for _, steps in parts), len(numbers), 4 * len(numbers))
@@ -183,7 +184,32 @@ def test_batches_of_any_sizes_one_after_the_other_are_all_samples_in_order(parts
 
 def test_a_step_before_the_count_begins_is_an_error():
     with pytest.raises(DataError, match="step=4 is before step 5, from which on samples are counted"):
-        number_samples(4, [0], 8, Seen(5, 40, 160))
+        Seen(5, 40, 160).count_samples(4, 8)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), max_size=4), st.integers(1, 6), st.integers(0, 20),
+    st.integers(1, 20), degrees, degrees,
+)  # fmt: skip
+def test_ranks_of_a_ramp_read_all_samples_in_order_also_after_a_resume_on_others(
+    stages, per_rank, saved, more, num_ranks, others
+):
+    """Sizes are multiples of both numbers of ranks; a stage is as many samples more and a size."""
+    unit, ends = num_ranks * others, itertools.accumulate(length for length, _ in stages)
+    ramp = tuple(RampStage(until=end, global_batch=n * unit) for end, (_, n) in zip(ends, stages, strict=True))
+    batch, seen, numbers, sizes = Batch(global_batch=per_rank * unit, seq_len=4), Seen(), [], []
+    for ranks, steps in ((num_ranks, range(saved)), (others, range(saved, saved + more))):
+        samples = Samples((), batch, 0, (1.0,), seen, ramp=ramp)
+        for step in steps:
+            sizes.append(samples.size_of(step))
+            assert sizes[-1] == next((s.global_batch for s in ramp if len(numbers) < s.until), batch.global_batch)
+            for rank in range(ranks):
+                numbers += samples.number(step, own_indices(sizes[-1], rank, ranks)).tolist()
+        seen = seen.after(steps.stop, batch, ramp)
+    assert numbers == list(range(sum(sizes)))
+    assert seen == Seen(saved + more, len(numbers), 4 * len(numbers))
+    assert count_steps_until(len(numbers), 0, batch.global_batch, ramp) == saved + more
+    assert count_steps_until(len(numbers) - 0.5, 0, batch.global_batch, ramp) == saved + more
 
 
 def test_a_negative_step_is_an_error():

@@ -338,12 +338,31 @@ def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path)
     assert load_config(tmp_path / "alone" / "config.toml").data.document_mask
 
 
-def test_eight_ranks_learn_what_one_process_learns(tmp_path):
+def test_eight_ranks_learn_what_one_process_learns_while_batches_grow_and_others_go_on(tmp_path):
+    """Batches of 4 for six steps and of 8 then; one process goes on from the fourth of them."""
     files, log = write_tiny(tmp_path, steps=20, num_layers=2), tmp_path / "log"
-    eight = tmp_path / "eight"
-    arguments = ["--layout.pp=2", "--layout.tp=2", f"--train.run_folder={eight}"]
+    eight, ramp = tmp_path / "eight", "--train.batch_ramp=[{until=22, global_batch=4}]"
+    (tmp_path / "other.txt").write_text("".join(f"{i} plus {i} is {i + i}. " for i in range(100)), encoding="utf-8")
+    held_out = (f"--validation.source={tmp_path}/other.txt", "--validation.every=7", "--validation.batches=1")
+    arguments = ["--layout.pp=2", "--layout.tp=2", f"--train.run_folder={eight}", "--layout.micro_batch=1"]
+    arguments += ["--checkpoint.every=4", "--checkpoint.keep=9", "--metrics.timeline=true", ramp, *held_out]
     assert launch(8, files.config, *arguments, log=log) == 0, log.read_text()
-    assert launch(1, files.config, log=log) == 0, log.read_text()
+    assert launch(1, files.config, ramp, *held_out, log=log) == 0, log.read_text()
+    resumed = Path(shutil.copytree(eight, tmp_path / "resumed", symlinks=True))
+    for path in {*(resumed / "checkpoints").glob("step-*")} - {resumed / "checkpoints" / "step-00000004"}:
+        shutil.rmtree(path)
+    (resumed / "summary.json").unlink()
+    assert launch(1, files.config, ramp, *held_out, f"--train.run_folder={resumed}", log=log) == 0, log.read_text()
+    assert "after 4 steps" in log.read_text() and losses(resumed) == pytest.approx(losses(files.run), rel=1e-4)
+    for run in (files.run, eight, resumed):
+        lines = read_lines(run)
+        assert [line["tokens"] for line in lines] == [16 * (4 * n + 4 * max(0, n - 6)) for n in range(1, 21)]
+        assert [line["validation_loss"] for line in lines] == [
+            value and pytest.approx(value, rel=1e-4)
+            for value in (line["validation_loss"] for line in read_lines(eight))
+        ]
+    assert [each["step"] for each in json.loads((eight / "timeline.json").read_text())["steps"]] == [9]
+    assert main(["timeline", str(eight)]) == 0
     assert read_summary(eight)["layout"]["dp_shard"] == 2
     assert losses(files.run)[-1] < losses(files.run)[0] - 1  # it learns
     assert losses(eight) == pytest.approx(losses(files.run), rel=1e-4)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny import SHAPE, write_tiny
 
 from dtlayout import launch
-from dtlayout.checkpoint.manifest import list_checkpoints
+from dtlayout.base.checkpoint_names import list_checkpoints
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.estimate import Estimator

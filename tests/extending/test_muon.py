@@ -10,8 +10,8 @@ from plugged import ask, count_files, plugged_in
 from tiny import write_tiny
 
 from dtlayout import launch
+from dtlayout.base.checkpoint_names import list_checkpoints
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.cli import main
 from dtlayout.config.loading import load_config
 from dtlayout.models.counting import count_block_parameters

@@ -9,8 +9,8 @@ from plugged import ask, count_files, plugged_in
 from tiny import write_tiny
 
 from dtlayout import RoleOptimizer, launch, register_optimizer
+from dtlayout.base.checkpoint_names import list_checkpoints
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.cli import main
 from dtlayout.config.loading import load_config
 from dtlayout.spec.optimizers import OPTIMIZERS

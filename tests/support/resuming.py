@@ -19,12 +19,14 @@ from parity import (
     named_parameters,
 )
 
-from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, load_weights_alone, save_checkpoint
 from dtlayout.models.families import find_weight
+from dtlayout.plans.init import find_place
 from dtlayout.schedules.placement import VShaped
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 NUM_STEPS = 3
 SAVED_AFTER = 2
@@ -68,11 +70,12 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
 
     assembly, step = build_step(resumed)
     weights = list(named_parameters(assembly, resumed))
-    with torch.no_grad():
-        for name, parameter in weights:
-            if (known := find_weight(model, name)).trains or known.is_counter:
-                parameter.fill_(0.5)  # whatever is not loaded is far from what it should be
+    forget(weights, model)
+    load_weights_alone(path, assembly.modules, model)  # as the first weights of another run
+    alone = [find_place(parameter)[0].clone() for _, parameter in weights]
+    forget(weights, model)
     assert load_checkpoint(path, assembly.modules, step.optimizer, model, resumed.optimizer) == SAVED_AFTER
+    assert all(torch.equal(find_place(w)[0], each) for (_, w), each in zip(weights, alone, strict=True))
     result = step(*local_rows(resumed), local_starts(resumed))
     parameters: dict = {}
     for name, parameter in weights:
@@ -81,3 +84,11 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, {}, parameters)
+
+
+def forget(weights: list, model: ModelShape) -> None:
+    """Put numbers into weights that are far from those of any checkpoint."""
+    with torch.no_grad():
+        for name, parameter in weights:
+            if (known := find_weight(model, name)).trains or known.is_counter:
+                parameter.fill_(0.5)

@@ -10,6 +10,7 @@ from toys import TOYS, make_config
 from transformers import T5Config, conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
+from dtlayout import predict
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
 from dtlayout.models.counting import count_parameters
@@ -266,6 +267,10 @@ def test_a_module_of_ones_own_is_described_and_planned(tmp_path, capsys):
         4,
         128,
     )
+    job = {"gpu": "H100", "gpus": 4, "seq_len": 64, "global_batch": 8}
+    for model in (shape, str(file)):
+        assert str(predict(model, "dp4 zero3", **job).layout) == "dp4 mb1 zero3"
+    assert capsys.readouterr().err.count("note: own is predicted, not trained: it is a module of one's own, which") == 2
     own.out.weight = own.tokens.weight
     tied = describe_module(own, {"words": torch.zeros(2, 12, dtype=torch.long)}, tmp_path / "tied.json")
     assert count_parameters(tied) == sum(each.numel() for each in own.parameters())

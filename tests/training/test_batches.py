@@ -18,6 +18,9 @@ class Slow:
     def __init__(self, seconds=0.0):
         self.seconds, self.read_by, self.steps = seconds, set(), []
 
+    def size_of(self, step):
+        return 2
+
     def batch(self, step, indices):
         if step == 5:
             raise DataError("the disk fell out")
@@ -37,7 +40,7 @@ class Numbered(Slow):
 
 
 def open_batches(samples, **options):
-    return Batches(samples, range(2), "cpu", **{"has_documents": False, "layout": Layout(), "rank": 0, **options})
+    return Batches(samples, "cpu", **{"has_documents": False, "layout": Layout(), "rank": 0, **options})
 
 
 def test_batches_that_are_read_ahead_are_those_that_are_fetched():

@@ -12,8 +12,8 @@ from checkpoint_ranks import ADAMW, build, update
 from launching import launch, read_lines
 from tiny import SHAPE, write_tiny
 
+from dtlayout.base.checkpoint_names import CHECKPOINTS
 from dtlayout.checkpoint.agreement import RepeatedPlanner
-from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
 from dtlayout.plans.disk import DiskState

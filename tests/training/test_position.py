@@ -9,8 +9,9 @@ from launching import read_lines
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
+from dtlayout.base.checkpoint_names import MANIFEST_NAME, list_checkpoints
 from dtlayout.base.errors import CheckpointError
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, read_manifest
+from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.config.loading import load_config
 from dtlayout.data import samples
 from dtlayout.data.samples import Seen
@@ -57,6 +58,64 @@ def test_batches_of_other_sizes_there_and_back_read_each_sample_once(files, read
     assert said.count("the next batch begins after the 16 samples that were seen") == 1
     assert said.count("global_batch was 4 when this was saved and is 16: the next batch begins after the 28 samp") == 1
     assert "another order" not in said and "does not count" not in said
+
+
+RAMP = "--train.batch_ramp=[{until=3, global_batch=2}, {until=12, global_batch=4}]"
+"""Batches of 2, 2, 4, 4 and then 8."""
+
+
+def test_a_ramp_reads_what_a_run_without_one_reads_and_goes_on_where_it_was(files, read, capsys):
+    (files.run.parent / "other.txt").write_text("1 plus 1 is 2. " * 40)
+    held_out = (f"--validation.source={files.run.parent}/other.txt", "--validation.every=1", "--validation.batches=1")
+    for steps in (1, 3, 6):
+        assert launch.main([str(files.config), RAMP, f"--train.steps={steps}"]) == 0
+    assert read == list(range(2 + 2 + 4 + 4 + 8 + 8))
+    lines, said = read_lines(files.run), capsys.readouterr().out
+    assert [line["tokens"] for line in lines] == [16 * n for n in (2, 4, 8, 12, 20, 28)]
+    for line, size in zip(lines, (2, 2, 4, 4, 8, 8), strict=True):
+        assert line["tokens_per_s"] == pytest.approx(16 * size / line["step_time_s"])
+    assert said.count("samples until 3") == 0 and said.count("global batches of 2 until 3 samples, 4 until 12 sam") == 3
+    assert "6 steps read 28 samples: " in said and "another order" not in said and "note: global_batch" not in said
+    summary = json.loads((files.run / "summary.json").read_text())
+    assert summary["step_time_s"] in [line["step_time_s"] for line in lines[4:]] or summary["step_time_s"] == (
+        pytest.approx(sum(line["step_time_s"] for line in lines[4:]) / 2)
+    )
+    assert launch.main([str(files.config), RAMP, "--train.steps=7", "--batch.global_batch=16"]) == 0
+    assert read == list(range(28 + 16))
+    read.clear()
+    again = f"--train.run_folder={files.run}-again"
+    assert launch.main([str(files.config), RAMP, again, "--train.steps=2", *held_out]) == 0
+    assert read == [0, 1, 2, 3, *range(8), *range(8), *range(8), *range(8)]  # held-out batches are whole, counted twice
+
+
+def test_a_ramp_counts_in_epochs_and_is_refused_where_it_is_none(files, capsys):
+    ten_samples = (str(files.config), "--data.max_tokens=161", RAMP)
+    assert launch.main([*ten_samples, "--train.epochs=2"]) == 0
+    assert "5 steps read 20 samples: 2 epochs of 10 samples" in capsys.readouterr().out
+    refused = {
+        "[{until=3, global_batch=3}]": "train.batch_ramp until 3 samples: global_batch=3 is not a multiple of dp * mi",
+        "[{until=9, global_batch=2}, {until=9, global_batch=4}]": "train.batch_ramp has until=9 after 9; let each be",
+        "[{until=0, global_batch=2}]": "train.batch_ramp.until=0 must be at least 1",
+        "[{until=4, global_batch=2}] --metrics.memory=true": "draws the first steps, which train.batch_ramp makes",
+    }
+    for ramp, why in refused.items():
+        assert launch.main([str(files.config), *f"--train.batch_ramp={ramp}".split(" --")[:1],
+                            *(f"--{each}" for each in ramp.split(" --")[1:])]) == 2  # fmt: skip
+        assert why in capsys.readouterr().err, ramp
+
+
+def test_what_is_predicted_of_a_ramp_is_said(files, capsys):
+    assert cli.main(["explain", str(files.config), RAMP, "--gpu", "cpu"]) == 0
+    assert (
+        "note: train.batch_ramp: global batches of 2 until 3 samples, 4 until 12 samples, then 8; a step of 8 is "
+        in (capsys.readouterr().err)
+    )
+    for number in (0, 5, 17):
+        shown = []
+        for ramp in ((), (RAMP,)):
+            assert cli.main(["data", "show", str(files.config), *ramp, "--sample", str(number)]) == 0
+            shown.append(capsys.readouterr().out)
+        assert shown[0] == shown[1]
 
 
 def test_epochs_are_whole_passes_also_after_a_resume_with_another_batch(files, read, capsys):

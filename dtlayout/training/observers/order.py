@@ -75,7 +75,9 @@ def make_observers(
     if config.metrics.timeline:
         recorder = TimelineRecorder(device.type, inputs.layout, config.train.timeout_s + SPARE_S)
         every = config.metrics.memory_every
-        timeline.append(TimelineObserver(recorder, assembly, records, trainer.watch, steps.start, every))
+        timeline.append(
+            TimelineObserver(recorder, assembly, records, trainer.watch, trainer.find_first_whole(steps.start), every)
+        )
     return [
         folder,
         KernelObserver(assembly.runtime, kernels.attention, records, group, steps.start),

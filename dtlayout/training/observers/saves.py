@@ -1,7 +1,7 @@
 """Observer: saves checkpoints when they are due and when the run ends."""
 
+from dtlayout.base.checkpoint_names import CHECKPOINTS
 from dtlayout.base.errors import EXIT_NON_FINITE
-from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.training.checkpoints import Checkpoints
 from dtlayout.training.observer import ObservedStep, Observer
 from dtlayout.training.records import Records

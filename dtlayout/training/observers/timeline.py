@@ -17,7 +17,7 @@ class TimelineObserver(Observer):
     def __init__(
         self, recorder: TimelineRecorder, assembly: Assembly, records: Records, watch: Watchdog, first: int, every: int
     ):
-        """`first` is the number of the start's first step."""
+        """`first` is the number of the start's first step whose batch is whole."""
         self.recorder, self.records, self.watch, self.first, self.every = recorder, records, watch, first, every
         assembly.runtime.after_input = recorder.after_input
         for sync in assembly.sync:

@@ -69,6 +69,7 @@ class ValidationObserver(Observer):
         for number in range(held_out.num_batches):
             self.trainer.watch.at(f"validation{f' {name}' * bool(name)}, batch {number + 1}")
             batch = held_out.batches.fetch(number)
+            self.trainer.follow(batch)
             loss, count, is_stopped = self.trainer.step.evaluate(
                 batch.tokens, batch.targets, batch.starts, stop=self.trainer.stop.is_made
             )
