@@ -5,12 +5,15 @@ A GPU copies on a stream of its own, into pinned memory, while the next step's f
 state and change nothing. The update that changes it waits on the device until the copies are made, in a hook of the
 optimizer. The host waits for nothing; who writes the copies does, in a thread of its own.
 
+Pinning memory for a large state takes tens of seconds. A thread pins it tensor after tensor while the first steps run.
+
 A state on disk is not copied, since it may be larger than memory. It is written out of its own pages while the next
 step's forward and backward run, and the host holds the update that would change it until that is done.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -26,6 +29,10 @@ class HeldState:
         """`optimizer` is what changes the state, and `wait` returns when nobody writes it to a checkpoint any more."""
         optimizer.register_step_pre_hook(lambda *_: wait())
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> int:
+        """Do nothing, since no tensor is copied; 0 bytes."""
+        return 0
+
     def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
         """A function that gives the tensors, which stay as they are until `wait` returns."""
         return lambda: tensors
@@ -39,15 +46,33 @@ class HostCopies:
         self._copies: dict[str, Tensor] = {}
         self._stream = torch.cuda.Stream() if device_type == "cuda" else None
         self._made: torch.cuda.Event | None = None
+        self._pinning: Thread | None = None
         optimizer.register_step_pre_hook(self._hold_update)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> int:
+        """Begin to pin memory for copies of these tensors, beside what else the process does; its bytes.
+
+        Memory that is not pinned, a CPU's, is made when it is needed: then it is 0.
+        """
+        if self._stream is None:
+            return 0
+        self._pinning = Thread(target=self._make_memory, args=(dict(tensors),), name="pinning memory", daemon=True)
+        self._pinning.start()
+        return sum(local_part(tensor).nbytes for tensor in tensors.values())
+
+    def _make_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in tensors.keys() - self._copies.keys():
+            self._copies[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=self._stream is not None)
 
     def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
         """Begin to copy: what waits until the copies are made, and gives them.
 
         From here on the optimizer may step. Nobody may still read the copies that were taken before.
         """
-        for name in tensors.keys() - self._copies.keys():
-            self._copies[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=self._stream is not None)
+        if self._pinning is not None:
+            self._pinning.join()
+            self._pinning = None
+        self._make_memory(tensors)  # of what nobody has prepared
         if self._stream is None:
             self._copy(tensors)
             return lambda: self._copies

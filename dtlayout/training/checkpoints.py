@@ -10,7 +10,7 @@ from torch import nn
 
 from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.base.errors import CheckpointError, DtlayoutError
-from dtlayout.base.formatting import plural
+from dtlayout.base.formatting import format_bytes, plural
 from dtlayout.base.version import VERSION
 from dtlayout.checkpoint.adapter import export_adapter
 from dtlayout.checkpoint.agreement import RepeatedPlanner
@@ -99,6 +99,14 @@ class Checkpoints:
         self.say(f"resumed from {self.newest} after {plural(done, 'step')}")
         self.saved = done
         return done, read_origin(self.newest)
+
+    def prepare(self) -> None:
+        """Begin to make memory for copies of the state, if checkpoints are written from such; once there is a state."""
+        if self.background is None:
+            return
+        tensors = collect_state(self.modules, self.optimizer, self.config.model, self.config.optimizer)
+        if nbytes := self.copies.prepare(tensors):
+            self.say(f"{format_bytes(nbytes)} of the host's memory are pinned for saves, while training goes on")
 
     def save(
         self, step: int, folder: str, *, resolved: Config, samples: int, origin: dict[str, Any], is_last: bool

@@ -1,6 +1,7 @@
 """Copies of a rank's state: what they hold, whose memory they use, and that no update overtakes them."""
 
 from contextlib import contextmanager
+from threading import current_thread
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ class RecordedCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.done: list[str] = []
         self.streams = ["default"]
+        self.pinned_by: list[str] = []
         recorded = self
 
         class Stream:
@@ -69,6 +71,7 @@ class RecordedCuda:
 
         def make_pinned(tensor, *, device, pin_memory):
             assert pin_memory, "a copy to other memory stops the host"
+            self.pinned_by.append(current_thread().name)
             return empty_like(tensor, device=device)
 
         def note(to, source, *, non_blocking):
@@ -92,3 +95,20 @@ def test_on_cuda_the_device_copies_beside_the_next_step_and_only_its_update_wait
         assert cuda.done[3:] == ["default waits for event"]
         wait()
         assert cuda.done[4:] == ["host waits for event"]
+
+
+def test_on_cuda_memory_is_pinned_in_a_thread_of_its_own_and_only_what_lacks_later(monkeypatch):
+    parameter, optimizer = make_state()
+    with monkeypatch.context() as patch:
+        cuda = RecordedCuda(patch)
+        copies = HostCopies(optimizer, "cuda")
+        assert copies.prepare({"weight": parameter.detach()}) == 24
+        tensors = {"weight": parameter.detach(), "late": parameter.detach().clone()}
+        taken = copies.take(tensors)()
+        assert cuda.pinned_by == ["pinning memory", current_thread().name]
+        assert all(torch.equal(taken[name], parameter) for name in tensors)
+
+
+def test_a_cpu_prepares_nothing():
+    parameter, optimizer = make_state()
+    assert HostCopies(optimizer, "cpu").prepare({"weight": parameter.detach()}) == 0

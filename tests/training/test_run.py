@@ -166,7 +166,8 @@ class FakeTrainer(Trainer):
         self.spikes, self.learning_rate = SpikeDetector(spikes), SimpleNamespace(at=lambda index: 0.1)
         self.assembly = SimpleNamespace(runtime=None, modules=[])
         self.loss_scale = None
-        self.batches, self.optimizer, self.watch = SimpleNamespace(samples=None), None, mock.Mock(spec=Watchdog)
+        samples = SimpleNamespace(size_of=lambda step: config.batch.global_batch)
+        self.batches, self.optimizer, self.watch = SimpleNamespace(samples=samples), None, mock.Mock(spec=Watchdog)
 
     def fetch_ahead(self, steps):
         for step in steps:
@@ -231,6 +232,7 @@ def play(
         train=SimpleNamespace(steps=3, on_nonfinite="skip" if skips else "stop", collect_every=collect_every),
         metrics=SimpleNamespace(memory_every=9, memory=False, timeline=False),
         checkpoint=SimpleNamespace(every=every, save=bool(every)), optimizer=None, model=None,
+        batch=Batch(global_batch=2, seq_len=8),
     )  # fmt: skip
     trainer, records = FakeTrainer(clock, results, config, spikes), FakeRecords(clock)
     checkpoints = mock.Mock(spec=Checkpoints, host=None, saved=0)

@@ -15,6 +15,7 @@ class SaveObserver(Observer):
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints, records: Records):
         self.trainer, self.checkpoints, self.records = trainer, checkpoints, records
         self.settings = trainer.config.checkpoint
+        self.is_prepared = False
 
     def pauses(self, step: ObservedStep) -> bool:
         """Whether the state is saved after a step: it is due, or has been due since a step that was not finite.
@@ -28,6 +29,9 @@ class SaveObserver(Observer):
 
     def after_step(self, step: ObservedStep) -> None:
         self.checkpoints.finish(waits=False)
+        if not self.is_prepared and step.result.is_finite and not step.is_over:
+            self.checkpoints.prepare()  # the first update has made the optimizer's state
+            self.is_prepared = True
         if self.pauses(step):
             save(self.trainer, self.checkpoints, step.number, CHECKPOINTS, is_last=step.is_over)
 
