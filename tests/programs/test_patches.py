@@ -316,3 +316,13 @@ def test_a_value_before_is_the_commands_and_not_that_of_the_json_file_that_it_na
 def test_options_without_effect_are_taken_out_where_a_change_would_give_them_one(capsys):
     best = explain_on(capsys, "axolotl/lora.yml", "--world", "4")["file"]["best"]
     assert "without liger_rope = true" in best["change"] and "micro_batch_size = 4 (was 2)" in best["change"]
+
+
+def test_a_flag_that_is_true_by_default_is_denied_by_its_word(tmp_path, capsys):
+    path = tmp_path / "sft.sh"
+    path.write_text(
+        "trl sft --model_name_or_path Qwen/Qwen2.5-7B --use_peft --dtype bfloat16 --num_processes 8 --max_length 4096 "
+        "--per_device_train_batch_size 2 --gradient_checkpointing --bf16 --packing --attn_implementation sdpa\n"
+    )
+    document = explain_on(capsys, str(path))
+    assert document["file"]["changes"][0]["change"] == ["--gradient_checkpointing False (was true)"]
