@@ -16,7 +16,7 @@ from dtlayout.commands.case import Case, find_other, read_case
 from dtlayout.commands.their_file import TheirFile
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.planner.explain import explain
-from dtlayout.programs.script_edits import edit_script
+from dtlayout.programs.script_edits import edit_assignments, edit_script
 
 FOLDER = Path(__file__).parent
 FILES = [
@@ -286,6 +286,12 @@ def test_a_branch_that_is_not_taken_is_not_changed(tmp_path, capsys):
     capsys.readouterr()
     after = changed.read_text().splitlines()
     assert all(after[number] == before[number] for number in (1, 2, 5, 6, 7, 8, 12, 14))
+
+
+def test_an_assignment_stands_before_one_in_quotes():
+    changes = {"a.layout": "Et*2|t*3L", "a.size": 2}
+    assert edit_assignments("run a.b=1", changes) == "run a.size=2 'a.layout=Et*2|t*3L' a.b=1"
+    assert edit_assignments('MORE="a.b=1 a.c=2"', {"a.size": 2}) == 'MORE="a.size=2 a.b=1 a.c=2"'
 
 
 def explain_on(capsys, name, *more):
