@@ -59,7 +59,10 @@ def find_patch(found: Understood, before: Job, after: Job, says: Says) -> Patch:
     unsaid = {name: value for name, value in unsaid.items() if found.values.get(theirs.get(name, name)) is None}
     # And what has no effect in the file may get one by what changes: Liger's options, by its plugin.
     idle = {found.names.get(name, name): None for name, value in said.items() if value is None and name in found.values}
-    tries = [(wanted, True), (wanted, False), ({**unsaid, **wanted}, False), ({**idle, **wanted}, False)]
+    # A flag that is true by default is false by its word alone.
+    written = {name: "False" if value is False and found.takes_flags else value for name, value in wanted.items()}
+    tries = [(wanted, True), (wanted, False), (written, False), ({**unsaid, **wanted}, False)]
+    tries.append(({**idle, **wanted}, False))
     for changes, by_variables in tries:
         text = _try(found, changes, says, by_variables)
         if text is None:

@@ -53,14 +53,16 @@ def edit_assignments(text: str, changes: Mapping[str, Any]) -> str:
         if len(places) > 1:
             raise InvalidConfig(f"{name}= stands in the script {len(places)} times")
         if places:
-            sign, place = places[0][1], places[0]
-            quoted = shlex.quote(f"{sign}{written}")
-            text = text[: place.start()] + quoted + text[place.end() :]
+            found = places[0]
+            quoted = shlex.quote(f"{found[1]}{written}")
+            text = text[: found.start()] + quoted + text[found.end() :]
             continue
         first = next((m for m in _ASSIGNED.finditer(text) if not _is_comment(text, m.start())), None)
         if first is None:
             raise InvalidConfig(f"{written} finds no place in the script")
-        text = f"{text[: first.start()]}{shlex.quote(written)} {text[first.start() :]}"
+        place = first.start()
+        place -= re.search(r"""(?<=\s)['"]$""", text[:place]) is not None  # before a word in quotes, not inside of it
+        text = f"{text[:place]}{shlex.quote(written)} {text[place:]}"
     return text
 
 

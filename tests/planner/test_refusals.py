@@ -14,7 +14,7 @@ from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.planner.verdicts import parse_layout
+from dtlayout.planner.verdicts import judge, parse_layout
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernels import Kernels
@@ -220,5 +220,12 @@ def test_tp_goes_without_sequence_parallelism_where_the_engine_has_none():
     space = Space(scenario("accelerate"), {"tp": 2})
     found = Search(space).run(top=3).ranked
     assert found and not any(each.layout.sequence_parallel for each in found)
-    asked, _ = parse_layout(Space(scenario("accelerate")), {"tp": 2})
+    free = Search(Space(scenario("accelerate")))
+    asked, kernels = parse_layout(free.space, {"tp": 2})
     assert asked == Layout(tp=2, dp_shard=2, sequence_parallel=False)
+    assert judge(free, asked, kernels, found[0]).outcome in ("slower", "as fast", "faster")
+    with_sp = judge(free, replace(asked, sequence_parallel=True), kernels, found[0])
+    assert with_sp.outcome == "not legal" and "sequence_parallel" in " ".join(with_sp.problems)
+    assert all(
+        each.layout.sequence_parallel for each in Search(Space(scenario("torchtitan"), {"tp": 2})).run(top=3).ranked
+    )

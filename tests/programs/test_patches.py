@@ -16,7 +16,7 @@ from dtlayout.commands.case import Case, find_other, read_case
 from dtlayout.commands.their_file import TheirFile
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.planner.explain import explain
-from dtlayout.programs.script_edits import edit_script
+from dtlayout.programs.script_edits import edit_assignments, edit_script
 
 FOLDER = Path(__file__).parent
 FILES = [
@@ -288,6 +288,12 @@ def test_a_branch_that_is_not_taken_is_not_changed(tmp_path, capsys):
     assert all(after[number] == before[number] for number in (1, 2, 5, 6, 7, 8, 12, 14))
 
 
+def test_an_assignment_stands_before_one_in_quotes():
+    changes = {"a.layout": "Et*2|t*3L", "a.size": 2}
+    assert edit_assignments("run a.b=1", changes) == "run a.size=2 'a.layout=Et*2|t*3L' a.b=1"
+    assert edit_assignments('MORE="a.b=1 a.c=2"', {"a.size": 2}) == 'MORE="a.size=2 a.b=1 a.c=2"'
+
+
 def explain_on(capsys, name, *more):
     """What is said of changes of a file, as a document."""
     assert main(["explain", str(FOLDER / name), "--gpu", "h100-80g-sxm", "--json", *more]) == 0
@@ -316,3 +322,13 @@ def test_a_value_before_is_the_commands_and_not_that_of_the_json_file_that_it_na
 def test_options_without_effect_are_taken_out_where_a_change_would_give_them_one(capsys):
     best = explain_on(capsys, "axolotl/lora.yml", "--world", "4")["file"]["best"]
     assert "without liger_rope = true" in best["change"] and "micro_batch_size = 4 (was 2)" in best["change"]
+
+
+def test_a_flag_that_is_true_by_default_is_denied_by_its_word(tmp_path, capsys):
+    path = tmp_path / "sft.sh"
+    path.write_text(
+        "trl sft --model_name_or_path Qwen/Qwen2.5-7B --use_peft --dtype bfloat16 --num_processes 8 --max_length 4096 "
+        "--per_device_train_batch_size 2 --gradient_checkpointing --bf16 --packing --attn_implementation sdpa\n"
+    )
+    document = explain_on(capsys, str(path))
+    assert document["file"]["changes"][0]["change"] == ["--gradient_checkpointing False (was true)"]
