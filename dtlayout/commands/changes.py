@@ -94,7 +94,7 @@ def _describe_change(place: str, change: JsonDocument) -> Iterator[str]:
 def find_best(file: TheirFile, case: Case) -> Estimate | None:
     """The best layout of a search on a case's GPUs that the file can say, or else the best of all; None where none
     fits."""
-    search, _ = find_fitting(Space(case.scenario, *find_unsaid_kernels(file, case)), None)
+    search, _ = find_fitting(Space(case.scenario, *find_unsaid_kernels(file, case)), None, _TRIED)
     ranked = search.run_kinds(_TRIED).ranked
     return next((each for each in ranked if file.can_say(case, each)), next(iter(ranked), None))
 

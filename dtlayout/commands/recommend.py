@@ -96,11 +96,13 @@ def run(options: argparse.Namespace) -> int:
 def answer(options: argparse.Namespace) -> CommandAnswer:
     """The layouts that a search finds, or clusters side by side; writes the files that are asked for."""
     was_enabled = gc.isenabled()
-    gc.disable()  # many small values and no cycles: collecting would take a tenth of the time
+    gc.disable()  # many small values and few cycles: collecting would take a tenth of the time
     try:
         return _answer(options)
     finally:
         if was_enabled:
+            gc.freeze()
+            gc.unfreeze()  # all of them are old now, so that enabling does not begin with looking at each
             gc.enable()
 
 
@@ -152,7 +154,7 @@ def _make_space(options: argparse.Namespace, like: "Like | None", num_gpus: int 
 
 def search_space(space: Space, options: argparse.Namespace, like: "Like | None" = None) -> dict[str, Any]:
     """The document of a search, whose best layout is written where that is asked; InvalidLayout if it finds none."""
-    search, margin = find_fitting(space, options.max_memory)
+    search, margin = find_fitting(space, options.max_memory, options.top)
     result = search.run_kinds(options.top)
     if not result.ranked:
         raise InvalidLayout(_explain_nothing(search, result))

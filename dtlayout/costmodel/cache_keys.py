@@ -33,6 +33,26 @@ class BlockLayout(NamedTuple):
     world_size: int
 
 
+class ComputeLayout(NamedTuple):
+    """The part of a layout on which one microbatch's time in a block depends where nothing is sent."""
+
+    tp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    shards_sequence: bool
+
+
+class TensorLayout(NamedTuple):
+    """The part of a layout on which the time of tp's collectives in a block depends, for one microbatch."""
+
+    tp: int
+    cp: int
+    micro_batch: int
+    shards_sequence: bool
+    overlaps_tp: bool
+
+
 class StageLayout(NamedTuple):
     """The part of a layout on which one microbatch's time in a stage and the bytes that it holds there depend."""
 
@@ -148,8 +168,8 @@ class StageClass(NamedTuple):
         return StageSlice(range(self.first, self.first + self.num_layers), self.embedding, self.head)
 
 
-P = TypeVar("P", BlockLayout, StageLayout, CutLayout, StateLayout)
-_READ = {part: attrgetter(*part._fields) for part in (BlockLayout, StageLayout, CutLayout, StateLayout)}
+P = TypeVar("P", BlockLayout, ComputeLayout, TensorLayout, StageLayout, CutLayout, StateLayout)
+_READ = {part: attrgetter(*part._fields) for part in P.__constraints__}
 
 
 def key_of(layout: Any, part: type[P]) -> P:

@@ -4,11 +4,12 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp; E experts,
 docs/theory/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from math import inf
 from typing import NamedTuple
 
 from dtlayout.costmodel.attention import attention_s, flash_s, name_kept, score_traffic_s
+from dtlayout.costmodel.cache_keys import ComputeLayout, TensorLayout, key_of
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.operators import linear_s, matmul_s, pass_s, state_s
@@ -101,6 +102,40 @@ def operation_s(scenario: Scenario, kernels: Kernels, operation: KernelCall) -> 
 
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of a block without recomputation."""
+    return BlockTimes(scenario)(layout, kernels)
+
+
+class BlockTimes:
+    """`block_time` for many layouts of one scenario. What does not change with the overlap of messages, or with the way
+    in which tokens are exchanged, is computed once."""
+
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        self._computed = cache(partial(_compute_block, scenario))
+        self._tp_s = cache(partial(block_tp_s, scenario))
+
+    def __call__(self, layout: Layout, kernels: Kernels) -> BlockTime:
+        """Times of a block of a layout, or of a BlockLayout, without recomputation."""
+        scenario, part = self.scenario, key_of(layout, ComputeLayout)
+        block, attention_backward_s = self._computed(part, kernels)
+        ep_s = block_ep_s(scenario, layout)  # as much in backward
+        hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
+        forward_ep_s = max(0.0, ep_s - hidden * block.forward_s)
+        backward_ep_s = max(0.0, ep_s - hidden * block.backward_s)
+        forward_tp_s, backward_tp_s = self._tp_s(key_of(layout, TensorLayout))
+        forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, block.attention_s, attention_backward_s)
+        return block._replace(
+            forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
+            backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
+            routing_wait_s=_routing_wait_s(scenario, layout, kernels),
+            forward_cp_s=forward_cp_s,
+            forward_ep_s=forward_ep_s,
+            hidden_ep_s=2 * ep_s - forward_ep_s - backward_ep_s,
+        )
+
+
+def _compute_block(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[BlockTime, float]:
+    """Times of a block in which nothing is sent, and attention's part of its backward."""
     tokens = tokens_of(scenario, layout)
     tape = rank_tape(scenario, kernels)
     sizes = _matmul_sizes(scenario, layout, kernels)
@@ -122,29 +157,21 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
     casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout, kernels))
     rounding_s, rounding_again_s = (pass_s(scenario, each) for each in rounding_bytes(scenario, layout, kernels))
-    ep_s = block_ep_s(scenario, layout)  # as much in backward
     forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s + rounding_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
     backward_s += casting_again_s + rounding_again_s
     backward_s += _expert_gradients_s(scenario, layout)
-    hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
-    forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
-    forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
-    forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
-    return BlockTime(
+    computed = BlockTime(
         forward_s=forward_s,
         backward_s=backward_s,
-        forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
-        backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
-        routing_wait_s=_routing_wait_s(scenario, layout, kernels),
+        forward_tp_s=0.0,
+        backward_tp_s=0.0,
         attention_s=attention_forward_s,
         elementwise_s=elementwise_s + permuting_s + rounding_s,
         last_matmul_s=matmuls_s[-1],
-        forward_cp_s=forward_cp_s,
-        forward_ep_s=forward_ep_s,
         frozen_s=frozen_s,
-        hidden_ep_s=2 * ep_s - forward_ep_s - backward_ep_s,
     )
+    return computed, attention_backward_s
 
 
 class _Matmul(NamedTuple):

@@ -11,7 +11,7 @@ from functools import cache, partial
 from math import inf
 
 from dtlayout.costmodel.cache_keys import BlockLayout, CutLayout, PipelineLayout, StageLayout, key_of
-from dtlayout.costmodel.compute import block_time, head_time
+from dtlayout.costmodel.compute import BlockTimes, head_time
 from dtlayout.costmodel.memory import (
     Components,
     RankMemory,
@@ -166,7 +166,7 @@ class Estimator:
         """Peak of each pipeline rank, from a Layout and kernels."""
         self.groups = cache(self._find_groups)
         """The stages of a PipelineLayout, and its ranks in groups."""
-        self.blocks = {kind: cache(partial(block_time, of_kind)) for kind, of_kind in scenario.kinds.items()}
+        self.blocks = {kind: cache(BlockTimes(of_kind)) for kind, of_kind in scenario.kinds.items()}
         """A block of each kind, of one microbatch and without recomputation, from a BlockLayout and kernels."""
         self.head = cache(partial(head_time, scenario))
         """Head and loss of one microbatch, from a BlockLayout and kernels."""

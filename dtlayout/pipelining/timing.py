@@ -13,7 +13,7 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
-from dtlayout.schedules.actions import RELEASE, Action, Kind, Result, input_of, result_of
+from dtlayout.schedules.actions import COMPUTE, RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.schedules.fast_timing import TOLERANCE, Moment, StageTimes
 from dtlayout.schedules.placement import Placement
 from dtlayout.schedules.schedules import PipelineSchedule, find_schedule
@@ -162,7 +162,55 @@ def time_shared_pipeline(
 
 def play_actions(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
     """End of each rank's last action; every action is played."""
-    return [rank[-1].end for rank in play_spans(schedule, placement, m, times)]
+    return [ends[-1] for ends in find_ends(schedule.orders(placement, m), placement, m, times)]
+
+
+def find_ends(orders: Sequence[Sequence[Action]], placement: Placement, m: int, times: StageTimes) -> list[list[float]]:
+    """The ends of `play_spans`, of each rank's actions in their order, for a third of its time.
+
+    Results have numbers, and all that is alike for the microbatches of a stage is looked up once.
+    """
+    n = placement.num_stages
+    facts = {}
+    for stage in range(n):
+        for kind in COMPUTE:
+            action = Action(kind, stage, 0)
+            needed, made = input_of(action, n), result_of(action)
+            delay_s = 0.0 if needed is None else _message_delay_s(placement, times, needed, action)
+            receiver = None if made is None else placement.receiver_of(made)
+            needed_at = None if needed is None else (needed.is_gradient * n + needed.stage) * m
+            made_at = None if made is None else (made.is_gradient * n + made.stage) * m
+            seconds = 0.0 if kind in _HALVES and not times.backward_weight_s else times.seconds(action)
+            facts[kind, stage] = seconds, needed_at, delay_s, made_at, receiver
+    end_of: list[float | None] = [None] * (2 * n * m)
+    ends: list[list[float]] = [[] for _ in orders]
+    free = [0.0] * len(orders)
+    runnable = list(range(len(orders)))
+    while runnable:
+        rank = runnable.pop()
+        order, own, now = orders[rank], ends[rank], free[rank]
+        for place in range(len(own), len(order)):
+            kind, stage, microbatch = order[place]
+            seconds, needed_at, delay_s, made_at, receiver = facts[kind, stage]
+            if needed_at is not None:
+                if (ready := end_of[needed_at + microbatch]) is None:
+                    break
+                ready += delay_s
+                now = ready if ready > now else now
+            now += seconds
+            own.append(now)
+            if made_at is not None:
+                end_of[made_at + microbatch] = now
+                if receiver is not None:
+                    runnable.append(receiver)
+        free[rank] = now
+    waiting = [str(order[len(done)]) for order, done in zip(orders, ends, strict=True) if len(done) < len(order)]
+    assert not waiting, f"an order waits for itself, at {', '.join(waiting)}"
+    return ends
+
+
+_HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""Kinds of a backward in two parts, whose seconds are not known where none is split."""
 
 
 def play_spans(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[list[Span]]:
@@ -178,24 +226,29 @@ def play_rounds(schedule: PipelineSchedule, placement: Placement, m: int, times:
     by the same growth later than those of c rounds before. Then so do all that follow, for any number of times c rounds
     (schedules/fast_timing.py, [Note: skipping equal periods]).
     """
-    length, play = 2 * placement.num_ranks, partial(play_spans, schedule, placement, times=times)
+    length = 2 * placement.num_ranks
     whole, rest = divmod(m, length)
     rounds = 4
     while rounds < whole:
-        spans = play(m=rounds * length + rest)
-        cycle, growth = _find_cycle(spans, length, rounds - 2)
+        orders = schedule.orders(placement, rounds * length + rest)
+        ends = find_ends(orders, placement, rounds * length + rest, times)
+        cycle, growth = _find_cycle(orders, ends, length, rounds - 2)
         if cycle:
             num_skips, left = divmod(whole - rounds, cycle)
-            spans = play(m=(rounds + left) * length + rest) if left else spans
-            return [rank[-1].end + num_skips * growth for rank in spans]
+            finished_s = [own[-1] for own in ends]
+            if left:
+                finished_s = play_actions(schedule, placement, (rounds + left) * length + rest, times)
+            return [end + num_skips * growth for end in finished_s]
         rounds *= 2
     return play_actions(schedule, placement, m, times)
 
 
-def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tuple[int, float]:
+def _find_cycle(
+    orders: Sequence[Sequence[Action]], ends: Sequence[Sequence[float]], length: int, last: int
+) -> tuple[int, float]:
     """(c, growth): all actions c rounds before the `last` one ended by the same growth earlier; (0, 0) if none."""
     ends_of = [dict[tuple[Kind, int, int], float]() for _ in range(last + 1)]
-    for _, (kind, stage, microbatch), _, end in chain.from_iterable(spans):
+    for (kind, stage, microbatch), end in zip(chain.from_iterable(orders), chain.from_iterable(ends), strict=True):
         round_, place = divmod(microbatch, length)
         if round_ <= last:
             ends_of[round_][kind, stage, place] = end

@@ -62,6 +62,9 @@ class Search:
         self.allowed_bytes = max_memory * self.estimator.capacity_bytes
         self._candidates = Candidates(space, self.estimator, self._peaks, self.allowed_bytes)
         self._serials = count()
+        self.run_kinds = cache(self._run_kinds)
+        """`SearchResult` of the best layout of each of the best kinds, so many, best first; searched once for each
+        number. No layout is dominated by one before it."""
 
     def with_fixed(
         self,
@@ -81,8 +84,7 @@ class Search:
         """
         return self._run(top, _group_of)
 
-    def run_kinds(self, top: int = 5) -> SearchResult:
-        """The best layout of each of the `top` best kinds, best first; none is dominated by one before it."""
+    def _run_kinds(self, top: int = 5) -> SearchResult:
         kinds = cache(LayoutKind.with_degrees)
 
         def kind_of(cost: MicrobatchCost, mapping: StepMapping) -> LayoutKind:

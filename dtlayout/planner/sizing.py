@@ -55,12 +55,12 @@ def scale(spaces: Sequence[Space], max_memory: float | None) -> list[ScaleRow]:
     return rows
 
 
-def find_fitting(space: Space, max_memory: float | None) -> tuple[Search, Margin]:
+def find_fitting(space: Space, max_memory: float | None, top: int = 1) -> tuple[Search, Margin]:
     """A search with the share of the capacity that was asked for, or with the default margin; where nothing fits so,
-    without a margin."""
+    without a margin. Whether anything fits is seen in the best `top` kinds, which the search remembers."""
     margin = choose_margin(space.scenario, max_memory)
     search = Search(space, margin.max_memory)
-    if margin.is_asked or margin.max_memory == 1 or search.run_kinds(1).ranked:
+    if margin.is_asked or margin.max_memory == 1 or search.run_kinds(top).ranked:
         return search, margin
     return search.with_fixed(space.fixed, 1.0), margin.without()
 

@@ -12,12 +12,11 @@ length.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from heapq import heappop, heappush
 from itertools import count
 from math import ceil
 from typing import NamedTuple
 
-from dtlayout.schedules.actions import Action, Kind, Result, input_of, result_of
+from dtlayout.schedules.actions import Action, Kind
 from dtlayout.schedules.orders import order_1f1b, order_interleaved_1f1b
 from dtlayout.schedules.placement import Placement
 
@@ -142,34 +141,64 @@ def _block_starts(p: int, offsets: Offsets) -> list[tuple[int, int, int, int]]:
 
 @lru_cache(maxsize=64)
 def _fill_all(order: OrderFunction, placement: Placement, m: int, most_held: int) -> list[list[Action]]:
-    """Each rank's order, with gradients of weights put where it would wait or hold more than `most_held` chunks."""
+    """Each rank's order, with gradients of weights put where it would wait or hold more than `most_held` chunks.
+
+    All ranks take their turns step by step. A result that was made in one step can be used from the next one on.
+    """
     orders = [_split(order(placement, rank, m)) for rank in range(placement.num_ranks)]
-    made_at: dict[Result, int] = {}
+    numbers = _number_results(placement.num_stages, m)
+    # Of each action: whether it is a forward, the numbers of the result that it needs and of the one that it makes.
+    facts = [[numbers(action) for action in own] for own in orders]
+    made_at = [_NEVER] * (2 * placement.num_stages * m + 1)
+    made_at[_NOTHING] = -1  # before the first step
     put_off = [deque[Action]() for _ in orders]
     filled: list[list[Action]] = [[] for _ in orders]
     places, held = [0] * len(orders), [0] * len(orders)
-    turns = [(0, rank) for rank in range(len(orders))]
-    while turns:
-        now, rank = heappop(turns)
-        own, waiting, action = orders[rank], put_off[rank], None
-        is_over = places[rank] == len(own)
-        if not is_over and not (waiting and held[rank] >= most_held and own[places[rank]].kind is Kind.FORWARD):
-            needed = input_of(own[places[rank]], placement.num_stages)
-            if needed is None or made_at.get(needed, now) < now:
-                action = own[places[rank]]
-                places[rank] += 1
-        if action is None and waiting:
-            action = waiting.popleft()
-        if action is not None:
-            filled[rank].append(action)
-            held[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD_WEIGHT)
-            if (result := result_of(action)) is not None:
-                made_at[result] = now
-            if action.kind is Kind.BACKWARD_INPUT:
-                waiting.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
-        if not is_over or waiting:
-            heappush(turns, (now + 1, rank))
+    active, now = list(range(len(orders))), 0
+    while active:
+        left = []
+        for rank in active:
+            place, waiting, is_taken = places[rank], put_off[rank], False
+            is_over = place == len(orders[rank])
+            if not is_over:
+                is_forward, needed, made = facts[rank][place]
+                if made_at[needed] < now and not (is_forward and waiting and held[rank] >= most_held):
+                    is_taken, action = True, orders[rank][place]
+                    places[rank] = place + 1
+                    filled[rank].append(action)
+                    made_at[made] = now
+                    if is_forward:
+                        held[rank] += 1
+                    elif action.kind is Kind.BACKWARD_INPUT:
+                        waiting.append(Action(Kind.BACKWARD_WEIGHT, action.stage, action.microbatch))
+            if waiting and not is_taken:
+                filled[rank].append(waiting.popleft())
+                held[rank] -= 1
+            if waiting or not is_over:
+                left.append(rank)
+        active, now = left, now + 1
     return filled
+
+
+_NOTHING = 0
+"""Number of the result that the first stage's forward needs, which is there from the beginning."""
+_NEVER = 1 << 60
+"""Step of a result that is not made yet."""
+
+
+def _number_results(num_stages: int, m: int) -> Callable[[Action], tuple[bool, int, int]]:
+    """A function from a forward or a gradient of inputs to whether it is a forward, and to the numbers of the result
+    that it needs and of the one that it makes."""
+    half = num_stages * m
+
+    def number(action: Action) -> tuple[bool, int, int]:
+        kind, stage, microbatch = action
+        forward = 1 + stage * m + microbatch
+        if kind is Kind.FORWARD:
+            return True, forward - m if stage else _NOTHING, forward
+        return False, forward if stage == num_stages - 1 else forward + half + m, forward + half
+
+    return number
 
 
 def _split(order: Sequence[Action]) -> list[Action]:

@@ -14,7 +14,16 @@ from thorough import mostly_thorough, thorough
 from tiny import SHAPE
 
 from dtlayout.costmodel import cache_keys
-from dtlayout.costmodel.cache_keys import BlockLayout, CutLayout, PipelineLayout, StageLayout, StateLayout, key_of
+from dtlayout.costmodel.cache_keys import (
+    BlockLayout,
+    ComputeLayout,
+    CutLayout,
+    PipelineLayout,
+    StageLayout,
+    StateLayout,
+    TensorLayout,
+    key_of,
+)
 from dtlayout.costmodel.engine import find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
@@ -202,7 +211,7 @@ def test_a_search_that_ran_before_finds_the_same_again(name):
     assert having == search.best_with("recompute", "full") == Search(space).best_with("recompute", "full")
 
 
-PARTS = (BlockLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)
+PARTS = (BlockLayout, ComputeLayout, TensorLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)
 
 
 def say(name: str) -> Iterator[Any]:

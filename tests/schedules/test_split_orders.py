@@ -16,7 +16,15 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from dtlayout.pipelining.schedule import make_schedule
-from dtlayout.pipelining.timing import count_in_flight, in_flight_peaks, play_actions, play_rounds, simulate
+from dtlayout.pipelining.timing import (
+    count_in_flight,
+    find_ends,
+    in_flight_peaks,
+    play_actions,
+    play_rounds,
+    play_spans,
+    simulate,
+)
 from dtlayout.schedules.actions import PASS_BACK, RELEASE, Action, Kind
 from dtlayout.schedules.fast_timing import StageTimes
 from dtlayout.schedules.placement import Placement
@@ -174,6 +182,21 @@ def test_a_long_step_takes_as_long_as_if_it_were_played_whole(data: st.DataObjec
     times = StageTimes(forward_s, tuple(map(add, inputs_s, weights_s)), message_s, weights_s)
     placement = schedule.place(p, v)
     assert play_rounds(schedule, placement, m, times) == pytest.approx(play_actions(schedule, placement, m, times))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_ends_are_to_the_bit_those_of_the_actions_with_their_starts(data: st.DataObject) -> None:
+    schedule = find_schedule(data.draw(st.sampled_from(SPLIT)))
+    p, v = data.draw(st.sampled_from([2, 3, 4])), schedule.least_virtual_stages
+    m, seconds = p * data.draw(st.integers(2, 6)), st.floats(0.5, 2.0)
+    forward_s, inputs_s, weights_s = (tuple(data.draw(seconds) for _ in range(p * v)) for _ in range(3))
+    message_s = tuple(data.draw(st.floats(0.0, 0.3)) for _ in range(p * v - 1))
+    times = StageTimes(forward_s, tuple(map(add, inputs_s, weights_s)), message_s, weights_s)
+    placement = schedule.place(p, v)
+    spans = play_spans(schedule, placement, m, times)
+    ends = find_ends(schedule.orders(placement, m), placement, m, times)
+    assert ends == [[span.end for span in rank] for rank in spans]
 
 
 @pytest.mark.parametrize("name", SPLIT)

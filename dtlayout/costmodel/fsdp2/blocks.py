@@ -4,13 +4,14 @@ Sizes are those of sizes.py, and liveness.py says when they come and go.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2.liveness import BackwardWalk, Steps
-from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes
+from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
 from dtlayout.costmodel.fsdp2.sizes import Sizes
-from dtlayout.costmodel.fsdp2.tape import SizedEntry
+from dtlayout.costmodel.fsdp2.tape import SizedEntry, SizedTape
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 _A, _G, _L = MemoryKind.ACTIVATIONS, MemoryKind.GRADIENTS, MemoryKind.LOGITS
@@ -96,17 +97,32 @@ def _put_off(names: Iterable[str]) -> Steps:
 
 def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of a block's backward: from the gradient of its output, which is there before, to that of its input."""
-    return _play_backward(size, BackwardWalk().over(size.tape, weights.come), kept, recomputed)
+    walked = _walk_back(size.tape, tuple(weights.num_bytes.items()), weights.pile_up, tuple(weights.summed.items()))
+    return _play_backward(size, walked, kept, recomputed)
 
 
 def input_backward(size: Sizes, kept: float, recomputed: Recomputed) -> Phase:
     """Phase of the first part of a split backward, which leaves what the gradients of matmuls' weights are made of."""
-    return _play_backward(size, BackwardWalk(puts_off=True).over(size.tape, _put_off), kept, recomputed)
+    return _play_backward(size, _walk_back_putting_off(size.tape), kept, recomputed)
 
 
-def _play_backward(size: Sizes, steps: Steps, kept: float, recomputed: Recomputed) -> Phase:
-    """Phase of a backward's steps, behind a second forward if the block is recomputed; no kept bytes stay."""
-    return changes(*recomputed.steps, *steps, (_A, size.block - recomputed.left - kept))
+@lru_cache(maxsize=4096)
+def _walk_back(
+    tape: SizedTape, num_bytes: tuple[tuple[str, float], ...], pile_up: bool, summed: tuple[tuple[str, float], ...]
+) -> Phase:
+    """Phase of a walk back over a block's tape, which many layouts share; `WeightGradients` say the rest."""
+    return changes(*BackwardWalk().over(tape, WeightGradients(dict(num_bytes), pile_up, dict(summed)).come))
+
+
+@lru_cache(maxsize=4096)
+def _walk_back_putting_off(tape: SizedTape) -> Phase:
+    """Phase of the first part of a split walk back over a block's tape."""
+    return changes(*BackwardWalk(puts_off=True).over(tape, _put_off))
+
+
+def _play_backward(size: Sizes, walked: Phase, kept: float, recomputed: Recomputed) -> Phase:
+    """Phase of a backward's walk, behind a second forward if the block is recomputed; no kept bytes stay."""
+    return sequence((changes(*recomputed.steps), walked, changes((_A, size.block - recomputed.left - kept))))
 
 
 def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:

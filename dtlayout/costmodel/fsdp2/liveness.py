@@ -20,9 +20,10 @@ Left out: what a kernel allocates and frees inside one call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
-from dtlayout.costmodel.fsdp2.tape import SizedEntry
+from dtlayout.costmodel.fsdp2.tape import SizedEntry, SizedTape
 from dtlayout.models.tape import HIDDEN, INPUT
 
 _A = MemoryKind.ACTIVATIONS
@@ -56,6 +57,22 @@ def walk_forward(tape: Sequence[SizedEntry], stream: float, stays: Sequence[Mapp
             name: size for name, size in held.items()
             if name in variables or name == HIDDEN or last_reads.get(name, -1) > number
         }  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def walk_saving(read: SizedTape, saved: SizedTape, stream: float) -> tuple[float, ...]:
+    """`walk_forward` over the tape `read` where what the tape `saved` saves stays; many layouts share the answer."""
+    return tuple(walk_forward(read, stream, [entry.saves for entry in saved]))
+
+
+@lru_cache(maxsize=1024)
+def walk_keeping(
+    read: SizedTape, made: SizedTape, stream: float, kept: tuple[tuple[str, float], ...]
+) -> tuple[float, ...]:
+    """`walk_forward` where those results of the tape `made` stay that are `kept`, by name with their bytes."""
+    sizes = dict(kept)
+    stays = [{name: sizes[name] for name in (*entry.results, *entry.makes) if name in sizes} for entry in made]
+    return tuple(walk_forward(read, stream, stays))
 
 
 def _find_last_reads(tape: Sequence[SizedEntry]) -> dict[str, int]:

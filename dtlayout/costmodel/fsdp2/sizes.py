@@ -15,8 +15,8 @@ from itertools import takewhile
 from math import ceil
 
 from dtlayout.costmodel.attention import name_kept, scores_of
-from dtlayout.costmodel.fsdp2.liveness import walk_forward
-from dtlayout.costmodel.fsdp2.tape import Measures, Rounding, SizedEntry, size_block, size_end
+from dtlayout.costmodel.fsdp2.liveness import walk_keeping, walk_saving
+from dtlayout.costmodel.fsdp2.tape import Measures, Rounding, SizedEntry, SizedTape, size_block, size_end
 from dtlayout.costmodel.scenario import (
     Scenario,
     format_sizes,
@@ -282,12 +282,12 @@ class Sizes:
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property
-    def tape(self) -> tuple[SizedEntry, ...]:
+    def tape(self) -> SizedTape:
         """Steps of a block, with bytes of their tensors."""
         return size_block(self.model, self._options, self._measures)
 
     @cached_property
-    def _read_tape(self) -> tuple[SizedEntry, ...]:
+    def _read_tape(self) -> SizedTape:
         """`tape` as if all weights were trained: a forward holds what its matmuls read, saved for backward or not."""
         if all(weight.trains for weight in self.description.block_weights) and not self._options.ends_gradients:
             return self.tape
@@ -320,22 +320,21 @@ class Sizes:
         if self.has_own_mixture:
             how = (recompute, layer) if has_backward or recompute.covers(layer) else (_FULL, 0)
             return max(self.in_first_branch, self.in_experts(*how)[1])
-        stays: list[dict[str, float]] = [{}] * len(self.tape)
         if recompute.covers(layer):
-            kept = self.list_kept(recompute)
-            stays = [
-                {name: kept[name] for name in (*entry.results, *entry.makes) if name in kept} for entry in self.tape
-            ]
-        elif has_backward:
-            stays = [entry.saves for entry in self.tape]
-        return max(walk_forward(self._read_tape, self.stream, stays))
+            kept = tuple(self.list_kept(recompute).items())
+            return max(walk_keeping(self._read_tape, self.tape, self.stream, kept))
+        return max(self._saving if has_backward else walk_keeping(self._read_tape, self.tape, self.stream, ()))
+
+    @property
+    def _saving(self) -> tuple[float, ...]:
+        """Held by a block's forward that is not recomputed, at its fullest in each step of the tape."""
+        return walk_saving(self._read_tape, self.tape, self.stream)
 
     @cached_property
     def in_first_branch(self) -> float:
         """Held by a block's forward until its first branch is closed."""
-        steps = walk_forward(self._read_tape, self.stream, [entry.saves for entry in self.tape])
         first = takewhile(lambda entry: HIDDEN not in entry.makes, self._read_tape)
-        return max(held for held, _ in zip(steps, first, strict=False))
+        return max(held for held, _ in zip(self._saving, first, strict=False))
 
     def in_experts(self, recompute: Recompute, layer: int) -> tuple[float, float]:
         """Held by the forward of a block of our own when it comes to its experts, and among them at the fullest.
@@ -390,9 +389,8 @@ class Sizes:
         gathered = self.whole if self.shards_sequence and self._read_tape[-2].kind == "sum" else 0.0
         kept = self.list_kept(recompute)
         waiting, fullest = sum(kept.values()), 0.0
-        steps = walk_forward(self._read_tape, self.stream, [entry.saves for entry in self.tape])
         num_steps = max(number for number, entry in enumerate(self.tape, 1) if entry.saves)
-        for entry, held, _ in zip(self.tape, steps, range(num_steps), strict=False):
+        for entry, held, _ in zip(self.tape, self._saving, range(num_steps), strict=False):
             waiting -= sum(kept[name] for name in {*entry.results, *entry.makes} if name in kept)
             fullest = max(fullest, held + waiting)
         return fullest + gathered - self.stream - sum(kept.values())

@@ -128,10 +128,20 @@ class SizedEntry(NamedTuple):
         return sum(self.saves.values())
 
 
+class SizedTape(tuple[SizedEntry, ...]):
+    """A tape with bytes. It equals itself alone, so that what follows from it can be remembered."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 @lru_cache(maxsize=1024)
-def size_block(model: ModelShape, options: TapeOptions, measures: Measures) -> tuple[SizedEntry, ...]:
+def size_block(model: ModelShape, options: TapeOptions, measures: Measures) -> SizedTape:
     """Steps of a model's block, with bytes of their tensors."""
-    return tuple(_size(block_tape(model, options), measures))
+    return SizedTape(_size(block_tape(model, options), measures))
 
 
 @lru_cache(maxsize=1024)
