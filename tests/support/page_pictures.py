@@ -26,7 +26,7 @@ def take_pictures(folder: Path) -> None:
             browser.wait("document.querySelector('#opened h3') && !document.querySelector('#found.old')")
             browser.run("document.querySelector('#status').hidden = true")  # how long this machine took
             keep(browser.picture(whole=False), folder / name)
-        browser.open(f"{server.address}#fix=pp%3D4&global_batch=64&engine=megatron", width=900, height=860)
+        browser.open(f"{server.address}#fix=pp%3D4&global_batch=64&engine=megatron", width=900, height=1000)
         browser.wait("document.querySelector('#timeline canvas') && !document.querySelector('#found.old')", 200)
         browser.run("document.querySelector('#opened').scrollIntoView()")
         keep(browser.picture(whole=False), folder / "web-opened.png")
