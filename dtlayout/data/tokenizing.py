@@ -93,7 +93,9 @@ def write_parts(
         return Tokenized(0, 0, 0.0)
     pieces = [piece for i in chosen for piece in found[i]]
     num_left = sum(first is not None for first in firsts)
-    progress = Progress(data, sum(piece.num_documents for piece in pieces), sum(piece.num_tokens for piece in pieces))
+    progress = TokenizingProgress(
+        data, sum(piece.num_documents for piece in pieces), sum(piece.num_tokens for piece in pieces)
+    )
     progress.say_begin(num_left, len(chosen))
     bad = _BadRows(data, sum(piece.num_bad for chain in found for piece in chain))
     if processes > 1 and num_left > 1:
@@ -141,7 +143,9 @@ def _tokenize(
         writer.flush()
 
 
-def _tokenize_in_processes(data: DataConfig, units: Units, folder: Path, progress: "Progress", processes: int) -> None:
+def _tokenize_in_processes(
+    data: DataConfig, units: Units, folder: Path, progress: "TokenizingProgress", processes: int
+) -> None:
     """Write parts of units in several processes: [Note: chunks]."""
     chunks, here = [units.take(begin, end) for begin, end in cut_into_chunks(units)], os.getcwd()
     processes = min(processes, len(chunks))
@@ -261,7 +265,7 @@ def describe_bad(number: int, first: str, data: DataConfig) -> str:
     return f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first}"
 
 
-class Progress:
+class TokenizingProgress:
     """Reports the progress of preparing on stderr, every few seconds."""
 
     def __init__(self, data: DataConfig, num_documents: int, num_tokens: int):
