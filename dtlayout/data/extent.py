@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator
 
 from dtlayout.base.formatting import plural
+from dtlayout.base.source_names import STDLIB
 from dtlayout.data.samples import SampledSource, Samples
 
 
 def describe_sources(sources: Iterable[SampledSource]) -> list[str]:
-    """Lines for each source: padding and cut documents where documents stay whole; answers that are not learnt."""
+    """Lines for each source: padding and cut documents where documents stay whole; what is left out or not learnt."""
     return [line for source in sources for line in _describe_source(source)]
 
 
@@ -18,6 +19,9 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
             f"{source.name}, {source.samples}: {division.padding_share:.1%} of the samples is padding; "
             f"{_describe_cut(division.num_cut, tokens.num_documents)}"
         )
+    if source.name != STDLIB and tokens.max_tokens and tokens.num_tokens == tokens.max_tokens:
+        first = plural(tokens.max_tokens, "token", ",")
+        yield f"note: data.max_tokens takes the first {first} of {source.name} alone; 0 takes all"
     if tokens.num_bad_rows:
         yield (
             f"note: {plural(tokens.num_bad_rows, 'bad row', ',')} of {source.name} left out; the first: "

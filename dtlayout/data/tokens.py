@@ -38,6 +38,8 @@ class TokenFile:
     """Rows that were left out, since they could not be read or lacked a field."""
     first_bad_row: str = ""
     """Place of the first of them, and the reason."""
+    max_tokens: int = 0
+    """`data.max_tokens` with which they were prepared; 0 where all of the source was taken."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
@@ -57,6 +59,7 @@ class TokenFile:
             num_rewritten=info.get("num_rewritten", 0),
             num_bad_rows=info.get("num_bad_rows", 0),
             first_bad_row=info.get("first_bad_row", ""),
+            max_tokens=info.get("max_tokens", 0),
         )
 
     @property

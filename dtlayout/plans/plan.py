@@ -79,8 +79,8 @@ class Plan(Offload):
     """Pattern → how tensor parallelism splits the module; the first pattern that matches decides."""
     blocks: str
     """Pattern of the modules that `recompute` counts and covers."""
-    recompute: Recompute
-    """The blocks among them that are computed again in backward."""
+    recompute: Recompute = field(default=Recompute(0), kw_only=True)
+    """The blocks among them that are computed again in backward; none of them by default."""
     units: tuple[tuple[str, ...], ...]
     """FSDP units, inner ones first: patterns of modules whose parameters are gathered together. What no unit names
     belongs to the root."""

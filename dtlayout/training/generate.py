@@ -105,7 +105,7 @@ def open_model(source: Path, max_len: int, number_format: str, device_type: str,
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout(tp=num_ranks, sequence_parallel=False)
     layout.check(shape, Batch(global_batch=1, seq_len=max_len))
-    weights = find_base_folder(source)
+    weights = find_base_folder(source) if is_hf else source
     if is_hf and (problems := find_weight_problems(find_weights(weights), shape.base)):
         raise InvalidConfig([f"{source}: {problem}" for problem in problems])
     with torch.device("meta"):

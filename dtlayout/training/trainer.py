@@ -19,7 +19,7 @@ from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder, is_peft
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.plans.init import initialize
-from dtlayout.spec.batch import count_steps_until
+from dtlayout.spec.batch import Batch, count_steps_until
 from dtlayout.spec.layout import Layout, OpenLayout
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import Assembly, assemble
@@ -89,7 +89,7 @@ class Trainer:
             result=result,
             lr=self.learning_rate.at(number - 1),
             tokens=self.count_seen(number).tokens,
-            batch=replace(self.config.batch, global_batch=self.batches.samples.size_of(number - 1)),
+            batch=self.find_batch(number),
             data_wait_s=batch.wait_s,
             exit_code=EXIT_DONE if is_last else EXIT_STOPPED if result.stop_requested else None,
         )
@@ -102,6 +102,10 @@ class Trainer:
     def count_seen(self, done: int) -> Seen:
         """Samples and tokens that `done` steps have read."""
         return self.batches.samples.seen.after(done, self.config.batch, self.config.train.batch_ramp)
+
+    def find_batch(self, number: int) -> Batch:
+        """Sizes of the global batch of a step, by its number from 1."""
+        return replace(self.config.batch, global_batch=self.batches.samples.size_of(number - 1))
 
     def find_first_whole(self, first: int) -> int:
         """Number of the first step from `first` on whose batch no ramp makes smaller; steps count from 1."""

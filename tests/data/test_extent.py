@@ -34,6 +34,15 @@ def test_steps_are_so_many_epochs(tmp_path):
     assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples with 144 targets"
 
 
+def test_a_source_of_which_only_the_first_tokens_are_taken_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 500)
+    for most, said in ((0, 0), (400, 1), (502, 0)):
+        data = DataConfig(source=str(tmp_path / "a.txt"), folder=str(tmp_path / "tokens"), max_tokens=most)
+        samples = open_samples(data, [prepare_tokens(data)], 257, Batch(global_batch=4, seq_len=16), seed=0)
+        found = [line for line in describe_training(samples, 1) if "max_tokens" in line]
+        assert found == [f"note: data.max_tokens takes the first 400 tokens of {data.source} alone; 0 takes all"] * said
+
+
 def test_after_a_resume_with_another_batch_samples_count_that_were_read(tmp_path):
     samples = replace(read(tmp_path, [["x" * 159]]), seen=Seen(step=10, samples=90, tokens=1440))
     (line,) = describe_training(samples, 12)

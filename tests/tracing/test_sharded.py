@@ -11,7 +11,6 @@ from dtlayout.plans.plan import Plan
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
-from dtlayout.spec.recompute import Recompute
 from dtlayout.tracing.module import TracedModel
 
 
@@ -24,7 +23,7 @@ def test_sharded_units_compute_the_loss_and_gradients_of_the_family(name):
         model = TracedModel(answer.config, Kernels(attention="sdpa-math"), S)
     ends = () if model.parts.is_tied else (("model.embed_tokens",), ("model.norm", "lm_head"))
     plan = Plan(
-        tensor={}, blocks="model.layers.*", recompute=Recompute.parse("none"), units=(("model.layers.*",), *ends),
+        tensor={}, blocks="model.layers.*", units=(("model.layers.*",), *ends),
         zero=3, precision=Precision(compute="float32"),
     )  # fmt: skip
     sync = apply_plan(model, plan, build_mesh(Layout(), "cpu"))

@@ -114,7 +114,7 @@ def test_another_frozen_model_is_refused_with_both_named(tmp_path, base, capfd):
     assert "is another one; give the first" in capfd.readouterr().err
     shutil.rmtree(moved)
     assert start(files, moved, run) == 2
-    assert f"{str(moved)!r} has no config.json" in capfd.readouterr().err
+    assert f"{str(moved)!r} is no folder; give a Hugging Face or PEFT folder" in capfd.readouterr().err
     assert main(["generate", str(run), "--prompt", "1", "--tokenizer", "bytes"]) == 2
     assert f"which is not at {moved}: " in capfd.readouterr().err
     assert main(["generate", str(run), "--prompt", "1", "--tokenizer", "bytes", "--base", str(base)]) == 0

@@ -183,6 +183,12 @@ class FakeTrainer(Trainer):
         self.clock.work("wait", WAIT_S)
         return self.results[self.clock.done.count("wait") - 1]
 
+    def find_batch(self, number):
+        return Batch(global_batch=2, seq_len=8)
+
+    def follow(self, batch):
+        assert batch is not None, "one that was fetched"
+
     def count_seen(self, done):
         return Seen(done, done, 16 * done)
 
