@@ -20,7 +20,7 @@ from dtlayout.costmodel.scenario import (
     leaves_frozen_whole,
     saved_by_casts,
 )
-from dtlayout.plans.plan import has_sums, sums_in_blocks
+from dtlayout.plans.plan import has_plain_matmuls, has_sums
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import BYTES
 
@@ -97,10 +97,13 @@ def find_update(
 
 
 def _sum_traffic_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Bytes moved for a parameter whose microbatch's gradient is added to a sum in fp32, by a matmul or a pass."""
+    """Bytes moved for a parameter whose microbatch's gradient is added to a sum in fp32, by a matmul or a pass.
+
+    A matmul that tp overlaps adds nothing, which is left out: its pass moves two bytes more.
+    """
     constants = scenario.engine.constants
     by_matmuls = scenario.engine.features.adds_in_matmuls and has_sums(layout)
-    if by_matmuls and sums_in_blocks(layout, scenario.precision):
+    if by_matmuls and has_plain_matmuls(scenario.precision):
         return constants.matmul_sum_traffic_bytes
     return constants.gradient_traffic_bytes
 

@@ -252,9 +252,13 @@ def has_sums(layout: Layout) -> bool:
 
 
 def sums_in_blocks(layout: Layout, precision: Precision) -> bool:
-    """Whether plain matmuls make the weight gradients of linear layers: not those of another format, nor those that tp
-    overlaps with its collectives."""
-    return precision.matmul_format is None and precision.fake_quant == "none" and not layout.overlaps_tp
+    """Whether plain matmuls make the weight gradients of linear layers, which tp does not overlap with collectives."""
+    return has_plain_matmuls(precision) and not layout.overlaps_tp
+
+
+def has_plain_matmuls(precision: Precision) -> bool:
+    """Whether linear layers multiply in the compute format, by weights as they are."""
+    return precision.matmul_format is None and precision.fake_quant == "none"
 
 
 def sums_in_head(model: ModelShape, kernels: Kernels) -> bool:
