@@ -261,7 +261,8 @@ def run_layout(case: Case) -> Outcome | None:
     tokens, targets = local_rows(case)
     for _ in range(case.num_steps):
         result = step(tokens, targets, local_starts(case), loss_scale=case.loss_scale)
-    scale = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))  # what clipping did to them
+    clipped = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))
+    scale = (case.loss_scale or 1.0) if step.divides_in_update else clipped  # what they have been multiplied by
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters: dict[str, np.ndarray] = {}
     for name, parameter in named_parameters(assembly, case):

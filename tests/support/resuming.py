@@ -70,12 +70,13 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
 
     assembly, step = build_step(resumed)
     weights = list(named_parameters(assembly, resumed))
+    of_numbers = [parameter for _, parameter in weights if isinstance(parameter, Tensor)]  # what is quantized is frozen
     forget(weights, model)
     load_weights_alone(path, assembly.modules, model)  # as the first weights of another run
-    alone = [find_place(parameter)[0].clone() for _, parameter in weights]
+    alone = [find_place(parameter)[0].clone() for parameter in of_numbers]
     forget(weights, model)
     assert load_checkpoint(path, assembly.modules, step.optimizer, model, resumed.optimizer) == SAVED_AFTER
-    assert all(torch.equal(find_place(w)[0], each) for (_, w), each in zip(weights, alone, strict=True))
+    assert all(torch.equal(find_place(w)[0], each) for w, each in zip(of_numbers, alone, strict=True))
     result = step(*local_rows(resumed), local_starts(resumed))
     parameters: dict = {}
     for name, parameter in weights:
