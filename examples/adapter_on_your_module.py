@@ -29,7 +29,7 @@ def build_model() -> nn.Module:
 
 styles = {"*.widen": "colwise", "*.widen.lora_A": "replicated", "*.widen.lora_B": "colwise", "*.narrow": "rowwise"}
 formats = dl.Precision(params="float64", compute="float64", reduce="float64")
-plan = dl.Plan(styles, "*", dl.Recompute(every=0), (("*",),), 3, formats, frozen=("*.*.weight", "*.*.bias"))
+plan = dl.Plan(styles, "*", (("*",),), 3, formats, frozen=("*.*.weight", "*.*.bias"))
 mesh = dl.build_mesh(dl.Layout(dp_shard=2, tp=2), "cpu")
 dl.apply_plan(model := build_model(), plan, mesh)
 alone, x = build_model(), torch.randn(8, 16, dtype=torch.float64)

@@ -22,7 +22,7 @@ def measure(output: Tensor, targets: Tensor) -> Tensor:
 
 mesh = dl.build_mesh(layout := dl.Layout(pp=2, dp_shard=2, micro_batch=2), "cpu")
 formats = dl.Precision(params="float64", compute="float64", reduce="float64")
-plan = dl.Plan({}, "*", dl.Recompute(every=0), (("*",),), 3, formats)  # no tensor parallelism; each layer gathers alone
+plan = dl.Plan({}, "*", (("*",),), 3, formats)  # no tensor parallelism; each layer gathers alone
 model, x, y = build_model(), torch.randn(16, 32).double(), torch.randn(16, 1).double()
 runtime = dl.pipeline(model, layout, mesh, x[:2], global_batch=16, plan=plan, loss=measure)
 alone, place = build_model(), mesh["dp_shard"].get_local_rank()

@@ -21,7 +21,7 @@ from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
 from dtlayout.config.loading import load_config
-from dtlayout.data import prepare
+from dtlayout.data import prepare, tokenizing
 from dtlayout.data.sources import Corpus
 from dtlayout.mesh.build import open_host_group
 from dtlayout.spec.device import Device
@@ -135,7 +135,7 @@ def made_up_text(path: Path) -> Iterator[None]:
     """Inside, tokens are prepared from made-up documents in place of this file, whose reader needs a package."""
     path.write_text("made up\n", encoding="utf-8")
     rows = [{"text": " ".join(str(i * j % 97) for j in range(50))} for i in range(400)]
-    with patch.object(prepare, "open_corpus", lambda source, *_: Corpus(source, [], rows)):
+    with patch.object(tokenizing, "open_corpus", lambda source, *_: Corpus(source, [], rows)):
         yield
 
 

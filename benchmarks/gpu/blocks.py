@@ -62,13 +62,14 @@ def assemble_blocks(cell: Training, precision: Precision, *, seed: int, device_t
             head=cell.stage.head,
             dtype=getattr(torch, precision.params),
         )
-    sync = apply_plan(module, _keep_units(plan, module), mesh)
+    sync = apply_plan(module, _keep_own(plan, module), mesh)
     initialize([module], shape, seed, device_type)
     runtime = build_runtime([module], schedule, [sync], mesh, stage_boundary(shape, layout, batch, precision))
     return Assembly(mesh, schedule, [cell.stage], [module], runtime, [sync])
 
 
-def _keep_units(plan: Plan, blocks: Blocks) -> Plan:
-    """A plan without the units of what lies before and after the blocks."""
+def _keep_own(plan: Plan, blocks: Blocks) -> Plan:
+    """A plan without what it says of modules before and after the blocks."""
     names = [name for name, _ in blocks.named_modules()]
-    return replace(plan, units=tuple(unit for unit in plan.units if any(match_names(each, names) for each in unit)))
+    units = tuple(unit for unit in plan.units if any(match_names(each, names) for each in unit))
+    return replace(plan, units=units, summed=tuple(each for each in plan.summed if match_names(each, names)))
