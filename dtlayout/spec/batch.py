@@ -57,7 +57,7 @@ def count_after(samples: int, num_steps: int, global_batch: int, ramp: Sequence[
     """Samples that are seen `num_steps` steps later.
 
     >>> count_after(0, 7, 8, [RampStage(until=10, global_batch=4), RampStage(until=18, global_batch=6)])
-    48
+    42
     """
     for stage in ramp:
         steps = min(num_steps, max(0, -(-(stage.until - samples) // stage.global_batch)))
@@ -68,7 +68,7 @@ def count_after(samples: int, num_steps: int, global_batch: int, ramp: Sequence[
 def count_steps_until(end: float, samples: int, global_batch: int, ramp: Sequence[RampStage] = ()) -> int:
     """Fewest steps after which a run that has seen `samples` has seen `end` of them.
 
-    >>> count_steps_until(48, 0, 8, [RampStage(until=10, global_batch=4), RampStage(until=18, global_batch=6)])
+    >>> count_steps_until(42, 0, 8, [RampStage(until=10, global_batch=4), RampStage(until=18, global_batch=6)])
     7
     """
     num_steps = 0
