@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from dtlayout.ops.cast_weight import CastWeight
 from dtlayout.ops.scaled import E4M3, cast, find_scales
+from dtlayout.plans.fsdp_records import list_parameters
 
 
 class CastGathers:
@@ -65,7 +66,7 @@ def gather_cast(
     found = list[_CastParameter]()
     layers = {module.get_submodule(name) for name in names}
     for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
-        for parameter in _list_parameters(unit):
+        for parameter in list_parameters(unit):
             info = parameter._module_info
             if info.module in layers and info.param_name == "weight":
                 parameter.__class__ = _CastParameter
@@ -79,11 +80,6 @@ def gather_cast(
     find = torch.compiler.disable(gathers.find_scales)
     module.register_forward_pre_hook(lambda *_: find(), prepend=True)  # before FSDP2's own
     return gathers
-
-
-def _list_parameters(unit: FSDPModule) -> list[FSDPParam]:
-    group = fully_shard.state(unit)._fsdp_param_group  # type: ignore[attr-defined]
-    return [] if group is None else group.fsdp_params
 
 
 class _CastParameter(FSDPParam):

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from dtlayout.base.mapped_file import PAGE, MappedFile
 from dtlayout.mesh.parts import local_part
+from dtlayout.plans.fsdp_records import find_group
 from dtlayout.plans.init import allocate
 
 FOLDER_KEY = "layout.offload_folder"
@@ -119,8 +120,7 @@ class DiskState:
     def __init__(self, units: Sequence[FSDPModule], folder: str):
         """`units` are those of all stages, in the order of the forward. Where `folder` is empty, as in a dry run,
         tensors stay where they are, and everything else is done all the same."""
-        groups = [fully_shard.state(unit)._fsdp_param_group for unit in units]  # type: ignore[attr-defined]
-        self.units = [DiskUnit(group) for group in groups if group is not None]
+        self.units = [DiskUnit(group) for unit in units if (group := find_group(unit)) is not None]
         self.folder = folder
         self._reader, self._writer = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("read", "write"))
         self._gathered = -1, -1

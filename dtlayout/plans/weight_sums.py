@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -17,6 +17,7 @@ from dtlayout.mesh.parts import local_part
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.loss import Head
 from dtlayout.ops.weight_sum import WeightSum, add_product
+from dtlayout.plans.fsdp_records import list_parameters
 
 
 class ParameterSum:
@@ -59,8 +60,7 @@ def add_in_matmuls(units: Iterable[FSDPModule], layers: Collection[nn.Module]) -
 def _list_weights(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module, FSDPParam]]:
     """Each module that has a sharded weight, which several share where it is tied."""
     for unit in units:
-        group = fully_shard.state(unit)._fsdp_param_group  # type: ignore[attr-defined]
-        for parameter in [] if group is None else group.fsdp_params:
+        for parameter in list_parameters(unit):
             info = parameter._module_info
             names = [info.param_name, *info.shared_param_names]
             for layer, name in zip([info.module, *info.shared_modules], names, strict=True):
