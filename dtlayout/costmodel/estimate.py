@@ -273,26 +273,9 @@ class Estimator:
         firsts = {group.ranks[0]: self.update_s(group.ranks[0], layout, m, work) for group in groups}
         updates = {rank: firsts[group.ranks[0]] for group in groups for rank in group.ranks}
         delay_s = self.delay_s(layout)
-        return self._split_ranks(layout, m, work, updates, delay_s=delay_s, peak_bytes=memory.peak_bytes)
+        return self.rank_steps(layout, m, work, updates, delay_s=delay_s, peak_bytes=memory.peak_bytes)
 
-    def step(
-        self,
-        layout: Layout,
-        m: int,
-        work: Sequence[StageWork],
-        updates: Mapping[int, tuple[float, float]],
-        *,
-        delay_s: float,
-        peak_bytes: float,
-    ) -> TimeEstimate:
-        """The step of the busiest rank.
-
-        `updates` has the ranks to look at, with the data-parallel and optimizer seconds of each that nothing hides.
-        `work` has all stages.
-        """
-        return find_busiest(self._split_ranks(layout, m, work, updates, delay_s=delay_s, peak_bytes=peak_bytes))[1]
-
-    def _split_ranks(
+    def rank_steps(
         self,
         layout: Layout,
         m: int,
@@ -304,7 +287,9 @@ class Estimator:
     ) -> dict[int, TimeEstimate]:
         """Each rank of `updates` → its step, whose bubble ends with the rank's own pipeline.
 
-        Where ranks share cores, all of a rank's own work is longer by what the others took meanwhile.
+        `updates` has the ranks to look at, with the data-parallel and optimizer seconds of each that nothing hides.
+        `work` has all stages. Where ranks share cores, all of a rank's own work is longer by what the others took
+        meanwhile.
         """
         pipeline = self.play(layout, m, work, delay_s)
         fixed_s = self.fixed_s(m, peak_bytes)

@@ -64,10 +64,8 @@ def list_messages(
     sending = _sum_up(_hide_nothing(scenario), stayed, kernels)
     near_bytes = _sum_up(_weigh_bytes(scenario, layout.tp, links=1.0, network=inf), stayed, kernels)
     far_bytes = _sum_up(_weigh_bytes(scenario, layout.tp, links=inf, network=1.0), stayed, kernels)
-    in_blocks, waiting_pp_s = (
-        _wait_in_blocks(estimator, layout, kernels),
-        _wait_for_messages(estimator, layout, kernels),
-    )
+    in_blocks = _add_axes(estimator, layout, kernels, _wait_alone)
+    waiting_pp_s = _wait_for_messages(estimator, layout, kernels)
     found = {}
     for rank, time in times.items():
         # Where ranks share cores, all of them wait longer.
@@ -113,8 +111,7 @@ def _sum_up(scenario: Scenario, layout: Layout, kernels: Kernels) -> dict[str, l
     """Axis → seconds that each pipeline rank sends in a step of a scenario that hides nothing."""
     estimator = Estimator(scenario)
     m = max(1, layout.num_microbatches(scenario.batch))
-    found = {axis: _add_blocks(estimator, layout, kernels, partial(_send_alone, axis)) for axis in IN_BLOCKS}
-    found["tp"] = [a + b for a, b in zip(found["tp"], _add_heads(estimator, layout, kernels), strict=True)]
+    found = _add_axes(estimator, layout, kernels, _send_alone)
     found["pp"] = [send_s(scenario, layout) * m * _count_receivers(layout, rank) for rank in range(layout.pp)]
     found["dp"] = []
     for rank in range(layout.pp):
@@ -136,6 +133,8 @@ def _count_receivers(layout: Layout, rank: int) -> int:
 
 _Sends = Callable[[Scenario, Any, Kernels], BlockTime]
 """Function of a scenario, a BlockLayout and kernels: a block in which nothing but one axis' messages takes time."""
+_SendsAlong = Callable[[str, Scenario, Any, Kernels], BlockTime]
+"""Function of an axis, and of what `_Sends` takes."""
 
 
 def _send_alone(axis: str, scenario: Scenario, layout: Any, kernels: Kernels) -> BlockTime:
@@ -163,9 +162,9 @@ def _block_of(axis: str, times: tuple[float, float]) -> BlockTime:
     return _NO_TIME._replace(forward_tp_s=forward_s, backward_tp_s=backward_s, **own)
 
 
-def _wait_in_blocks(estimator: Estimator, layout: Layout, kernels: Kernels) -> dict[str, list[float]]:
-    """Axis → seconds that each pipeline rank waits in blocks and head, where ranks share no cores."""
-    found = {axis: _add_blocks(estimator, layout, kernels, partial(_wait_alone, axis)) for axis in IN_BLOCKS}
+def _add_axes(estimator: Estimator, layout: Layout, kernels: Kernels, sends: _SendsAlong) -> dict[str, list[float]]:
+    """Axis → seconds that each pipeline rank sends or waits in blocks and head, where ranks share no cores."""
+    found = {axis: _add_blocks(estimator, layout, kernels, partial(sends, axis)) for axis in IN_BLOCKS}
     found["tp"] = [a + b for a, b in zip(found["tp"], _add_heads(estimator, layout, kernels), strict=True)]
     return found
 

@@ -14,7 +14,7 @@ from dtlayout.costmodel.attention import attention_s
 from dtlayout.costmodel.comm import all_reduce_s, data_link, exchange_s, half_all_reduce_s, message_s, tp_link
 from dtlayout.costmodel.compute import block_tp_s, host_s, operation_s
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.estimate import Estimator, TimeEstimate
+from dtlayout.costmodel.estimate import Estimator, TimeEstimate, find_busiest
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.stage_work import StageWork
 from dtlayout.costmodel.update import hidden_share
@@ -71,12 +71,13 @@ def roofline_time(
         )
         for i, count in enumerate(layers)
     ]
-    return estimator.step(
+    steps = estimator.rank_steps(
         layout, m, work,
         {rank: (contention * own.dp_s, contention * own.optimizer_s) for rank, own in ranks.items()},
         delay_s=max(rank.message_s for rank in ranks.values()),
         peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
     )  # fmt: skip
+    return find_busiest(steps)[1]
 
 
 _Seconds = defaultdict[tuple[str, bool, Kind], float]
