@@ -83,9 +83,9 @@ class _SummedLinear(Function):
         def make() -> None:
             owner.add(gradient_TN, x_TD)
 
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_others = _differentiate_others(ctx, gradient, weight)
         ctx.delay(make)
-        return of_input, None, gradient_TN.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+        return *of_others, None, None, None
 
 
 class _CompiledLinear(Function):
@@ -97,11 +97,16 @@ class _CompiledLinear(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, number = ctx.saved_tensors
-        gradient = gradients[0]
-        gradient_TN = gradient.flatten(0, -2)
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_bias = gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, None, of_bias, _add_to_owner(gradient_TN, x.flatten(0, -2), number)
+        (gradient,) = gradients
+        of_others = _differentiate_others(ctx, gradient, weight)
+        return *of_others, _add_to_owner(gradient.flatten(0, -2), x.flatten(0, -2), number)
+
+
+def _differentiate_others(ctx: Any, gradient: Tensor, weight: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    """Gradients of input, weight and bias, in which the weight has none: its sum takes it."""
+    of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+    of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+    return of_input, None, of_bias
 
 
 @torch.library.custom_op("dtlayout::add_to_owner", mutates_args=())
@@ -147,7 +152,7 @@ def _(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
 
 @cache
 def adds_finer(device_type: str, fmt: torch.dtype, total: torch.dtype) -> bool:
-    """Whether torch's matmul of such tensors adds to a sum of another format on this device: tried once, and right."""
+    """True if torch's matmul of such tensors adds to a sum of another format on this device: tried once, and right."""
     if device_type != "cuda":
         return False
     left = torch.arange(256, device=device_type, dtype=torch.float32).view(16, 16).remainder(7).to(fmt)
