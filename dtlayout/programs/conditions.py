@@ -47,7 +47,6 @@ _BINARY = (*_NUMBERS, *_EQUAL, *_ORDERS, "-nt", "-ot", "-ef", "=~")
 _OF_FILES = frozenset(f"-{letter}" for letter in "abcdefghkoprstuwxGLNORSv")
 """Tests of one word whose answer no script says."""
 _UNARY = {"-z", "-n", *_OF_FILES}
-_EITHER = {"-a": "and", "-o": "or"}
 _EXTENDED = re.compile(r"[?*+@!]\(")
 """Beginning of a pattern of bash that is not read here."""
 _LETTERS = re.compile(r"[A-Za-z]")
@@ -198,7 +197,7 @@ def _compare_words(one: Token, operator: str, other: Token) -> Decision:
         numbers = [re.fullmatch(r"\s*([+-]?\d+)\s*", token.text) for token in (one, other)]
         found = [int(number[1]) for number in numbers if number]
         return len(found) == len(numbers) and _NUMBERS[operator](*found)
-    if operator in ("=", "==", "!="):
+    if operator in _EQUAL:
         return (one.text == other.text) is (operator != "!=")
     return _order(one.text, operator, other.text)
 
@@ -211,7 +210,7 @@ def _compare_patterns(one: Token, operator: str, other: Token) -> Decision:
         if not all(re.fullmatch(r"[+-]?(0|[1-9]\d*)", token.text.strip()) for token in (one, other)):
             return Unknown("", "", "a number that is not read here")
         return _NUMBERS[operator](int(one.text), int(other.text))
-    if operator in ("=", "==", "!="):
+    if operator in _EQUAL:
         answer = match_pattern(other.pattern, one.text)
         return answer if operator != "!=" else negate(answer)
     return _order(one.text, operator, other.text)

@@ -57,7 +57,7 @@ def _find_command(text: str, given: Mapping[str, str]) -> Command:
         inner = inner or next((word for word in command.words if " --num-layers" in word), "")
         if " --num-layers" in inner:
             return replace(_find_command(inner, given), line=command.line)
-    if name := next((_find_yaml(command.words) for command in commands if _find_yaml(command.words)), ""):
+    if name := next(filter(None, (_find_yaml(command.words) for command in commands)), ""):
         raise InvalidConfig(f"--yaml-cfg {name} says everything: give that file, and its GPUs as --world N")
     raise InvalidConfig("no command of the script has --num-layers: give the script that says the model's sizes")
 

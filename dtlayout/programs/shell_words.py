@@ -100,12 +100,7 @@ class WordReader:
         values, patterns, is_plain, begin = list[str](), list[str](), True, self.place
         while self.place < len(self.text) and self.text[self.place] not in ends:
             here, words = self.text[self.place], Words()
-            if here == '"':
-                self._read_quoted(words)
-            elif here in "$`":
-                self._expand(words, splits=False)
-            else:
-                words.add(self._read_character())
+            self._read_part(words)
             value = join(words.all())
             is_plain = is_plain and here not in "'\"\\$`"
             quotes = here in "'\"\\" and not isinstance(value, Unknown)
@@ -190,14 +185,18 @@ class WordReader:
         """Parts of a text that is one word whatever it holds, as behind = or in a default."""
         words = Words()
         while self.place < len(self.text) and self.text[self.place] not in ends:
-            here = self.text[self.place]
-            if here == '"':
-                self._read_quoted(words)
-            elif here in "$`":
-                self._expand(words, splits=False)
-            else:
-                words.add(self._read_character())
+            self._read_part(words)
         return [join([word, " "]) if number < len(words.found) - 1 else word for number, word in enumerate(words.all())]
+
+    def _read_part(self, words: "Words") -> None:
+        """Add what is quoted, a variable's value or a character, which is not split."""
+        here = self.text[self.place]
+        if here == '"':
+            self._read_quoted(words)
+        elif here in "$`":
+            self._expand(words, splits=False)
+        else:
+            words.add(self._read_character())
 
     def _expand(self, words: "Words", *, splits: bool) -> None:
         """Add the value of what begins with $ or a backquote."""
