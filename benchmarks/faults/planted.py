@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dtlayout.base.checkpoint_names import list_checkpoints
 from dtlayout.checkpoint import folder, manifest, sharded
 
 
@@ -52,7 +53,7 @@ def removal_before_name() -> None:
 
     def remove_and_rename(source: Path, target: Path) -> None:
         if Path(source).name.startswith("partial-"):
-            for old in manifest.list_checkpoints(target.parent):
+            for old in list_checkpoints(target.parent):
                 shutil.rmtree(old)
         os.replace(source, target)
 

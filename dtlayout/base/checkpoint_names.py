@@ -12,7 +12,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one checkpoint."""
+    """True if a folder is one checkpoint."""
     return any(os.path.isfile(folder / name) for name in (MANIFEST_NAME, STATE_NAME))
 
 
@@ -27,6 +27,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(folder / name for name in names if re.fullmatch(rf"{PREFIX}\d{{8,}}", name))
+
+
+def list_saved(place: Path) -> list[Path]:
+    """The checkpoint that `place` is, or those of the run whose folder it is, oldest first; OSError as above."""
+    return [place] if is_checkpoint(place) else list_checkpoints(place / CHECKPOINTS)
 
 
 def read_step(checkpoint: Path) -> int:

@@ -13,13 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtlayout.base.checkpoint_names import (
-    CHECKPOINTS,
-    MANIFEST_NAME,
-    STATE_NAME,
-    is_checkpoint,
-    list_checkpoints,
-)
+from dtlayout.base.checkpoint_names import CHECKPOINTS, MANIFEST_NAME, STATE_NAME, list_saved
 from dtlayout.base.errors import CheckpointError
 from dtlayout.base.files import hash_file, parse_json
 
@@ -31,7 +25,7 @@ Files = dict[str, dict[str, Any]]
 def find_checkpoints(source: Path) -> list[Path]:
     """A checkpoint, or those of a run folder, oldest first; CheckpointError if there is none."""
     try:
-        found = [source] if is_checkpoint(source) else list_checkpoints(source / CHECKPOINTS)
+        found = list_saved(source)
     except OSError as error:
         raise CheckpointError(f"{source / CHECKPOINTS} cannot be read: {error.strerror}") from None
     if not found:

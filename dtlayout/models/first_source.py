@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtlayout.base.checkpoint_names import CHECKPOINTS, PREFIX, STATE_NAME, is_checkpoint, list_checkpoints
+from dtlayout.base.checkpoint_names import CHECKPOINTS, PREFIX, STATE_NAME, list_saved
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, parse_json
 from dtlayout.models.beside import CONFIG, KEPT
@@ -91,7 +91,7 @@ def read_saved(place: Path) -> SavedModel | None:
     if any(os.path.isfile(place / name) for name in (CONFIG, ADAPTER_CONFIG)):
         return None
     try:
-        found = [place] if is_checkpoint(place) else list_checkpoints(place / CHECKPOINTS)
+        found = list_saved(place)
     except OSError as error:
         raise InvalidConfig(f"{place / CHECKPOINTS} cannot be read: {error.strerror}") from None
     if not found:
