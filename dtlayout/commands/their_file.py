@@ -120,6 +120,7 @@ def find_unsaid_kernels(file: TheirFile, case: Case) -> tuple[dict[str, Any], di
     """Operation → kernel that stays, since the program's options say no other one; and operation → kernels that they
     do not say, of the other operations."""
     said, unsaid = set[str](), dict[str, list[Any]]()
+    now = estimate(case.scenario, case.layout, case.kernels)
     needs_package = [
         ("attention", replace(case.kernels, attention=each.name))
         for each in list_kernels(AttentionKernel) if each.is_priced and each.package
@@ -127,7 +128,7 @@ def find_unsaid_kernels(file: TheirFile, case: Case) -> tuple[dict[str, Any], di
     for name, others in (*other_kernels(case.kernels), *needs_package):
         if others == case.kernels:
             continue
-        if _costs_alike(case, others):  # nothing would be won by it
+        if _costs_as(now, estimate(case.scenario, case.layout, others)):  # nothing would be won by it
             unsaid.setdefault(name, []).append(getattr(others, name))
         elif file.says_otherwise(case, case.layout, others):
             said.add(name)
@@ -137,7 +138,6 @@ def find_unsaid_kernels(file: TheirFile, case: Case) -> tuple[dict[str, Any], di
     return kept, {name: values for name, values in unsaid.items() if name in said}
 
 
-def _costs_alike(case: Case, kernels: Kernels) -> bool:
-    """True for other kernels with which a case's layout takes the time and the memory that it has."""
-    now, other = (estimate(case.scenario, case.layout, each) for each in (case.kernels, kernels))
+def _costs_as(now: Estimate, other: Estimate) -> bool:
+    """True for a step that takes the time and the memory of another one."""
     return now.step_time_s == other.step_time_s and now.peak_bytes == other.peak_bytes
