@@ -240,7 +240,7 @@ class CheckpointConfig(Ranged, section="checkpoint"):
 
     @property
     def is_in_background(self) -> bool:
-        """Whether checkpoints are written while training goes on, from a copy of the state."""
+        """True if checkpoints are written while training goes on, from a copy of the state."""
         return self.save and self.background and self.every > 0
 
 

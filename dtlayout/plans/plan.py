@@ -247,22 +247,22 @@ def find_summed(model: ModelShape, layout: Layout, kernels: Kernels, precision: 
 
 
 def has_sums(layout: Layout) -> bool:
-    """Whether a rank keeps each weight's whole gradient, summed over microbatches, until the last backward."""
+    """True if a rank keeps each weight's whole gradient, summed over microbatches, until the last backward."""
     return layout.zero == 1
 
 
 def sums_in_blocks(layout: Layout, precision: Precision) -> bool:
-    """Whether plain matmuls make the weight gradients of linear layers, which tp does not overlap with collectives."""
+    """True if plain matmuls make the weight gradients of linear layers, which tp does not overlap with collectives."""
     return has_plain_matmuls(precision) and not layout.overlaps_tp
 
 
 def has_plain_matmuls(precision: Precision) -> bool:
-    """Whether linear layers multiply in the compute format, by weights as they are."""
+    """True if linear layers multiply in the compute format, by weights as they are."""
     return precision.matmul_format is None and precision.fake_quant == "none"
 
 
 def sums_in_head(model: ModelShape, kernels: Kernels) -> bool:
-    """Whether a plain matmul makes the head's weight gradient, of all its rows."""
+    """True if a plain matmul makes the head's weight gradient, of all its rows."""
     return (
         describe(model).head.trains and not model.unused_rows and not find_kernel(LossKernel, kernels.loss).joins_matmul
     )

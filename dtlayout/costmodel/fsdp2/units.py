@@ -240,8 +240,9 @@ class UnitBytes:
         """Whether gradients are whole until the last backward."""
         adds = features.adds_in_matmuls and has_sums(layout) and layout.num_microbatches(scenario.batch) > 1
         self.sums_in_blocks = adds and sums_in_blocks(layout, formats)
+        """True if the matmuls of blocks add weight gradients to the sum over microbatches."""
         self.sums_in_head = adds and sums_in_head(scenario.model, kernels)
-        """Whether matmuls add weight gradients to the sum over microbatches."""
+        """True if the head's matmul adds its weight gradient to such a sum."""
         self.in_place = features.computes_in_place and not self.copies_masters
         """Whether a rank with all of the state computes with what needs no cast where it lies."""
         self.frozen_whole = leaves_frozen_whole(scenario, layout)
