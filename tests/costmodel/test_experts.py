@@ -385,10 +385,8 @@ def test_a_fsdp2_rank_gathers_its_own_experts_alone():
     setting, experts = scenario(EIGHT, features=FSDP2), 8 * 3 * 1000 * 500
     dense = count_block_parameters(setting.model) - experts
     for ep, gathered in ((1, dense + experts), (8, dense + experts / 8)):
-        sharding, unit = (
-            UnitBytes(setting, Layout(dp_shard=8, ep=ep, zero=3), Kernels()),
-            block_unit(setting.model, 1, ep),
-        )
+        sharding = UnitBytes(setting, Layout(dp_shard=8, ep=ep, zero=3), Kernels())
+        unit = block_unit(setting.model, 1, ep)
         assert sharding.padded(unit) == pytest.approx(gathered, rel=3e-3)  # 500 rows of k and v are padded to 504
         assert sharding.shard(unit) == pytest.approx((dense + experts) / 8, rel=3e-3)
 

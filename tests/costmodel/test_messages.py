@@ -102,8 +102,6 @@ def test_faster_links_send_the_same_bytes_in_less_time():
     layout = Layout(tp=4, dp_shard=2)
     here = scenario(num_gpus=8)
     gpu = replace(here.cluster.gpu, link_bytes_per_s=2 * here.cluster.gpu.link_bytes_per_s)
-    slow, fast = (
-        find(here, layout)[0]["tp"],
-        find(replace(here, cluster=replace(here.cluster, gpu=gpu)), layout)[0]["tp"],
-    )
+    slow = find(here, layout)[0]["tp"]
+    fast = find(replace(here, cluster=replace(here.cluster, gpu=gpu)), layout)[0]["tp"]
     assert slow.fast_link_bytes == fast.fast_link_bytes and fast.sending_s < slow.sending_s

@@ -70,9 +70,8 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
 
     assembly, step = build_step(resumed)
     weights = list(named_parameters(assembly, resumed))
-    of_numbers = [
-        parameter for _, parameter in weights if isinstance(parameter, torch.Tensor)
-    ]  # what is quantized is frozen
+    # What is quantized is frozen.
+    of_numbers = [parameter for _, parameter in weights if isinstance(parameter, torch.Tensor)]
     forget(weights, model)
     load_weights_alone(path, assembly.modules, model)  # as the first weights of another run
     alone = [find_place(parameter)[0].clone() for parameter in of_numbers]
