@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs.shell import Command, Unknown, read_commands
+from dtlayout.programs.shell.script import Command, Unknown, read_commands
 from dtlayout.programs.understood import OtherFile, Understood
 
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dtlayout.programs.command_line import count_ranks, read_options
+from dtlayout.programs.hugging_face.read_accelerate import AccelerateReader
+from dtlayout.programs.hugging_face.words_reader import read_beside
 from dtlayout.programs.options import positive
-from dtlayout.programs.read_accelerate import AccelerateReader
-from dtlayout.programs.shell import Command, Unknown
+from dtlayout.programs.shell.script import Command, Unknown
 from dtlayout.programs.understood import OtherFile, Row, Understood
-from dtlayout.programs.words_reader import read_beside
 
 _BEFORE_MODULE = re.compile("-m|--module")
 """Options of a launcher before the name of a module."""

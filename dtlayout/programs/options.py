@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
-from dtlayout.programs.shell import Unknown
+from dtlayout.programs.shell.script import Unknown
 from dtlayout.programs.understood import Row, Understood
 
 

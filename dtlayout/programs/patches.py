@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import shorten
 from dtlayout.programs.program import Job
-from dtlayout.programs.script_edits import edit_assignments, edit_script, to_flag, to_words
-from dtlayout.programs.shell import find_dead
+from dtlayout.programs.shell.edits import edit_assignments, edit_script, to_flag, to_words
+from dtlayout.programs.shell.script import find_dead
 from dtlayout.programs.understood import Understood
 
 _FIRST_LETTER = 0xF0000

@@ -6,34 +6,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs import (
+from dtlayout.programs.automodel import read as read_automodel
+from dtlayout.programs.automodel.write import AUTOMODEL
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.hugging_face import (
     accelerate,
     axolotl,
     deepspeed,
     llama_factory,
     read_accelerate,
-    read_automodel,
     read_axolotl,
-    read_bridge,
     read_deepspeed,
-    read_flagscale,
     read_llama_factory,
-    read_megatron,
-    read_nanotron,
-    read_nemo,
-    read_nemo2,
-    read_torchtitan,
     read_trainer_script,
     read_trl,
-    read_yaml_cfg,
     trl,
 )
-from dtlayout.programs.automodel import AUTOMODEL
-from dtlayout.programs.megatron import MEGATRON
-from dtlayout.programs.nanotron import NANOTRON
+from dtlayout.programs.megatron import read as read_megatron
+from dtlayout.programs.megatron import read_flagscale, read_yaml_cfg
+from dtlayout.programs.megatron.write import MEGATRON
+from dtlayout.programs.nanotron import read as read_nanotron
+from dtlayout.programs.nanotron.write import NANOTRON
+from dtlayout.programs.nemo import read_bridge, read_nemo1, read_nemo2
 from dtlayout.programs.program import Job
-from dtlayout.programs.torchtitan import TORCHTITAN
-from dtlayout.programs.trees import read_tree
+from dtlayout.programs.torchtitan import read as read_torchtitan
+from dtlayout.programs.torchtitan.write import TORCHTITAN
 from dtlayout.programs.understood import ChooseOptions, OtherFile, Understood
 
 ToOwn = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
@@ -61,7 +58,8 @@ _MEGATRON: dict[str, Any] = {"options": MEGATRON.options, "together": MEGATRON.t
 READERS = (
     FileReader("YAML of FlagScale or of Megatron-LM's options", read_flagscale.is_ours, read_flagscale.read,
                to_own=read_flagscale.to_own, **_MEGATRON),
-    FileReader("YAML or a command of NeMo 1", read_nemo.is_ours, read_nemo.read, to_own=read_nemo.to_own, **_MEGATRON),
+    FileReader("YAML or a command of NeMo 1", read_nemo1.is_ours, read_nemo1.read, to_own=read_nemo1.to_own,
+               **_MEGATRON),
     FileReader("YAML or a command of NeMo 2", read_nemo2.is_ours, read_nemo2.read, to_own=read_nemo2.to_own,
                **_MEGATRON),
     FileReader("YAML or a command of Megatron-Bridge", read_bridge.is_ours, read_bridge.read,

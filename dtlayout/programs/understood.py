@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from dtlayout.programs.files.trees import Tree
 from dtlayout.programs.program import Job
-from dtlayout.programs.trees import Tree
 
 ChooseOptions = Callable[[Job], tuple[dict[str, Any], list[str]]]
 """Function from a job to the options that all but its model decides, and to sentences on what they cannot say."""

@@ -11,7 +11,7 @@ from program_jobs import job_of
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs import read_megatron
+from dtlayout.programs.megatron import read as read_megatron
 from dtlayout.programs.registry import PROGRAMS
 from dtlayout.programs.understood import OtherFile
 from dtlayout.spec.layout import Layout

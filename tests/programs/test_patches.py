@@ -16,7 +16,7 @@ from dtlayout.commands.case import Case, find_other, read_case
 from dtlayout.commands.their_file import TheirFile
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.planner.explain import explain
-from dtlayout.programs.script_edits import edit_assignments, edit_script
+from dtlayout.programs.shell.edits import edit_assignments, edit_script
 
 FOLDER = Path(__file__).parent
 FILES = [

@@ -14,9 +14,9 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.costmodel.engine import find_usual
 from dtlayout.costmodel.engine_rules import find_layout_lacks
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs.megatron import split_stages
+from dtlayout.programs.files.yaml import dump
+from dtlayout.programs.megatron.write import split_stages
 from dtlayout.programs.registry import PROGRAMS
-from dtlayout.programs.yaml import dump
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import Experts, LatentAttention

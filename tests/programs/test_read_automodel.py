@@ -14,12 +14,12 @@ from dtlayout.base import toml
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.cli import main
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs import read_automodel
-from dtlayout.programs.automodel import OPTIONS
+from dtlayout.programs.automodel import read as read_automodel
+from dtlayout.programs.automodel.write import OPTIONS
+from dtlayout.programs.files.trees import read_tree
 from dtlayout.programs.program import Job
 from dtlayout.programs.reading import read_program
 from dtlayout.programs.registry import PROGRAMS
-from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout

@@ -11,12 +11,12 @@ from program_files import ROUND_TRIPS, check_any_value, check_rows, check_unders
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.programs import read_bridge, read_nemo, read_nemo2
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.files.yaml import dump
+from dtlayout.programs.nemo import read_bridge, read_nemo1, read_nemo2
 from dtlayout.programs.program import nest
 from dtlayout.programs.reading import READERS
-from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile
-from dtlayout.programs.yaml import dump
 
 FOLDER = Path(__file__).parent
 ADAM = {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
@@ -497,7 +497,7 @@ def test_files_of_others_are_none_of_theirs(text):
 def test_one_reader_alone_takes_a_file(name):
     text = (FOLDER / name).read_text()
     file = OtherFile(FOLDER / name, text, read_tree(text, {}))
-    assert len([each.title for each in READERS if each.is_ours(file)]) == 1 and not read_nemo.is_ours(file)
+    assert len([each.title for each in READERS if each.is_ours(file)]) == 1 and not read_nemo1.is_ours(file)
 
 
 @pytest.mark.parametrize(("name", "reader"), [("bridge/fsdp.yaml", read_bridge), ("nemo2/sizes.yaml", read_nemo2)])

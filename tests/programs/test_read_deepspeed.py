@@ -12,9 +12,9 @@ from trainer_jobs import compare, draw_jobs, read_text, to_json
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
 from dtlayout.config.loading import parse_config
-from dtlayout.programs.deepspeed import choose_options
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.hugging_face.deepspeed import choose_options
 from dtlayout.programs.reading import read_program
-from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import Understood
 
 FOLDER = Path(__file__).parent / "deepspeed"

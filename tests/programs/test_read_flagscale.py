@@ -11,12 +11,12 @@ from program_files import ROUND_TRIPS, check_any_value, check_rows, check_unders
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.programs import read_flagscale
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.files.yaml import dump
+from dtlayout.programs.megatron import read_flagscale
 from dtlayout.programs.program import nest
 from dtlayout.programs.reading import read_program
-from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile
-from dtlayout.programs.yaml import dump
 
 FOLDER = Path(__file__).parent / "flagscale"
 LLAMA = {"family": "llama", "gated_ffn": True, "tied_embeddings": False}

@@ -15,9 +15,9 @@ from dtlayout.base import toml
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.cli import main
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs import read_megatron
+from dtlayout.programs.megatron import read as read_megatron
+from dtlayout.programs.megatron.read import read_stages
 from dtlayout.programs.program import Job
-from dtlayout.programs.read_megatron import read_stages
 from dtlayout.programs.reading import parse_given, read_program
 from dtlayout.programs.registry import PROGRAMS
 from dtlayout.programs.understood import OtherFile, Understood

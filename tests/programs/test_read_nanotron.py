@@ -14,12 +14,12 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs import read_nanotron
-from dtlayout.programs.nanotron import OPTIONS
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.nanotron import read as read_nanotron
+from dtlayout.programs.nanotron.write import OPTIONS
 from dtlayout.programs.program import Job
 from dtlayout.programs.reading import read_program
 from dtlayout.programs.registry import PROGRAMS
-from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile, Understood
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.optimizers import SGD, AdamW

@@ -11,11 +11,11 @@ from program_files import ROUND_TRIPS, check_any_value, check_rows, check_unders
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.programs import read_nemo
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.files.yaml import dump
+from dtlayout.programs.nemo import read_nemo1
 from dtlayout.programs.program import nest
-from dtlayout.programs.trees import read_tree
 from dtlayout.programs.understood import OtherFile
-from dtlayout.programs.yaml import dump
 
 FOLDER = Path(__file__).parent / "nemo"
 ADAM = {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "max_norm": 1.0, "weight_decay": 0.1}
@@ -141,7 +141,7 @@ def test_every_file_of_the_folder_is_held_against_what_it_says():
 
 def read(text: str, **given: str) -> Any:
     tree = read_tree(text, given)
-    found = read_nemo.read(OtherFile(FOLDER / "file", text, tree, given))
+    found = read_nemo1.read(OtherFile(FOLDER / "file", text, tree, given))
     if found.problems:
         raise InvalidConfig(found.problems)
     return found
@@ -254,11 +254,11 @@ def test_devices_may_be_a_list_or_unknown():
     ],
 )  # fmt: skip
 def test_files_of_others_are_none_of_nemos(text):
-    assert not read_nemo.is_ours(OtherFile(Path("file.yaml"), text, read_tree(text, {})))
+    assert not read_nemo1.is_ours(OtherFile(Path("file.yaml"), text, read_tree(text, {})))
 
 
 def test_any_value_ends_in_a_job_or_is_refused():
-    assert check_any_value(read_nemo.read, FOLDER / "gpt.yaml") > 800
+    assert check_any_value(read_nemo1.read, FOLDER / "gpt.yaml") > 800
 
 
 def test_changes_are_written_under_names_that_the_file_has():
@@ -267,7 +267,7 @@ def test_changes_are_written_under_names_that_the_file_has():
     options = {"--tensor-model-parallel-size": ["4"], "--fp8-format": None, "--use-distributed-optimizer": None,
                "--recompute-granularity": ["full"], "--recompute-method": ["uniform"], "--bf16": [], "--fp16": None,
                "--num-virtual-stages-per-pipeline-rank": None, "--sequence-parallel": None}  # fmt: skip
-    changes = read_nemo.to_own(options, tree.values)
+    changes = read_nemo1.to_own(options, tree.values)
     assert changes == {
         "model.tensor_model_parallel_size": 4, "model.fp8": False, "model.optim.name": "fused_adam",
         "model.activations_checkpoint_granularity": "full", "model.activations_checkpoint_method": "uniform",
@@ -277,9 +277,9 @@ def test_changes_are_written_under_names_that_the_file_has():
     found = read(tree.edit(changes))
     assert found.tables["layout"].items() >= {"tp": 4, "recompute": "full", "dp_shard": 1, "dp_replicate": 4}.items()
     with pytest.raises(InvalidConfig, match="--squared-relu is nothing that it has a name for"):
-        read_nemo.to_own({"--squared-relu": []})
+        read_nemo1.to_own({"--squared-relu": []})
     with pytest.raises(InvalidConfig, match=r"model\.optim\.name has no value of sgd whose state ranks share"):
-        read_nemo.to_own({"--optimizer": ["sgd"], "--use-distributed-optimizer": []})
+        read_nemo1.to_own({"--optimizer": ["sgd"], "--use-distributed-optimizer": []})
 
 
 @ROUND_TRIPS
@@ -289,7 +289,7 @@ def test_what_is_written_is_read_back(job):
     assume(options is not None)
     layout = job.layout
     try:
-        own = read_nemo.to_own(options)
+        own = read_nemo1.to_own(options)
     except InvalidConfig as error:  # what NeMo has no word for
         shares_sgd = job.scenario.optimizer.name == "sgd" and job.shards_state
         has_fp8 = options["--fp8-format"] is not None

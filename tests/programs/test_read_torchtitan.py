@@ -16,14 +16,14 @@ from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.cli import main
 from dtlayout.config.loading import parse_config
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs import read_torchtitan
+from dtlayout.programs.files.trees import read_tree
 from dtlayout.programs.program import Job
 from dtlayout.programs.reading import read_program
 from dtlayout.programs.registry import PROGRAMS
-from dtlayout.programs.torchtitan import CONVERTERS, SCHEDULES
-from dtlayout.programs.torchtitan_names import NAMED
-from dtlayout.programs.torchtitan_stages import cut_stages
-from dtlayout.programs.trees import read_tree
+from dtlayout.programs.torchtitan import read as read_torchtitan
+from dtlayout.programs.torchtitan.names import NAMED
+from dtlayout.programs.torchtitan.stages import cut_stages
+from dtlayout.programs.torchtitan.write import CONVERTERS, SCHEDULES
 from dtlayout.programs.understood import OtherFile, Understood
 from dtlayout.schedules.schedules import find_schedule
 from dtlayout.spec.batch import Batch

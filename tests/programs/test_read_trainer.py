@@ -12,8 +12,8 @@ from trainer_jobs import compare, draw_jobs, read_text, to_json
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
+from dtlayout.programs.hugging_face.read_trainer_script import choose_options
 from dtlayout.programs.program import Job
-from dtlayout.programs.read_trainer_script import choose_options
 from dtlayout.programs.reading import read_program
 from dtlayout.programs.understood import Understood
 

@@ -11,9 +11,9 @@ from trainer_jobs import compare, draw_jobs, read_text, to_yaml, write_adapter
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.hugging_face.trl import choose_options
 from dtlayout.programs.reading import read_program
-from dtlayout.programs.trees import read_tree
-from dtlayout.programs.trl import choose_options
 from dtlayout.programs.understood import Understood
 from dtlayout.spec.adapter import Adapter
 

@@ -7,9 +7,9 @@ import pytest
 from program_jobs import LAYOUTS, job_of
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.programs.files.trees import Tree, read_tree
 from dtlayout.programs.reading import READERS
 from dtlayout.programs.registry import PROGRAMS
-from dtlayout.programs.trees import Tree, read_tree
 from dtlayout.programs.understood import OtherFile
 
 ROOT = Path(__file__).parents[2]

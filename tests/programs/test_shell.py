@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs.shell import Unknown, find_dead, read_commands
+from dtlayout.programs.shell.script import Unknown, find_dead, read_commands
 
 SAME = [
     """run a 'b c' "d e" f\\ g a"b"c'd'\\ e""",

@@ -10,7 +10,7 @@ from dtlayout.cli import main
 from dtlayout.commands.case import Case, find_other, read_case
 from dtlayout.commands.their_file import TheirFile
 from dtlayout.planner.explain import explain
-from dtlayout.programs.trees import read_tree
+from dtlayout.programs.files.trees import read_tree
 
 FOLDER = Path(__file__).parent
 FILES = [

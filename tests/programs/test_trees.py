@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.programs.shell import Unknown
-from dtlayout.programs.trees import read_tree
+from dtlayout.programs.files.trees import read_tree
+from dtlayout.programs.shell.script import Unknown
 
 YAML = """# a run
 model:

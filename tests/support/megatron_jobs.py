@@ -8,7 +8,7 @@ from program_jobs import job_of
 
 from dtlayout.base.errors import DtlayoutError
 from dtlayout.models.presets import PRESETS
-from dtlayout.programs.megatron import CHOSEN
+from dtlayout.programs.megatron.write import CHOSEN
 from dtlayout.programs.program import Job
 from dtlayout.programs.registry import PROGRAMS
 from dtlayout.spec.layout import Layout

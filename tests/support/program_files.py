@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.config.loading import parse_config
+from dtlayout.programs.files.trees import Tree, read_tree
 from dtlayout.programs.program import Job
 from dtlayout.programs.reading import read_program
-from dtlayout.programs.shell import Unknown
-from dtlayout.programs.trees import Tree, read_tree
+from dtlayout.programs.shell.script import Unknown
 from dtlayout.programs.understood import OtherFile, Understood
 from dtlayout.spec.layout import Layout
 

@@ -1,0 +1,1 @@
+"""NeMo AutoModel: the YAML file of its recipe in both directions."""

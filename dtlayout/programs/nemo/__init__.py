@@ -1,0 +1,1 @@
+"""Megatron-Bridge and NeMo: configs and recipes whose parts are fields of Megatron-Core."""
