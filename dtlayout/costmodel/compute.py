@@ -439,6 +439,8 @@ def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
         latent_s = constants.latent_host_s if scenario.model.latent_attention else 0.0
         starts_s = max(starts_s, constants.experts_host_s + latent_s)
     graphed = {"none": 1.0, "attention": constants.graphed_share, "full": 0.0}
-    starts_s *= count_more_starts(scenario.model) * graphed[scenario.engine.features.cuda_graphs]
+    is_recorded = kernels.records_graphs and kernels.compiles_blocks and not scenario.is_on_host
+    starts_s *= count_more_starts(scenario.model)
+    starts_s *= graphed["full" if is_recorded else scenario.engine.features.cuda_graphs]
     waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
     return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

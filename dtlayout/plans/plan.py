@@ -52,7 +52,7 @@ from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY
 from dtlayout.spec.kernel_records import ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
-from dtlayout.spec.kernels import RECORDED_MODES, Compile, CompileMode, Kernels
+from dtlayout.spec.kernels import Compile, CompileMode, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
 from dtlayout.spec.model_shape import ModelShape
@@ -236,7 +236,7 @@ def find_summed(model: ModelShape, layout: Layout, kernels: Kernels, precision: 
 
     None where CUDA graphs would replay the addresses of an earlier step's sums.
     """
-    if not has_sums(layout) or (kernels.compile != "none" and kernels.compile_mode in RECORDED_MODES):
+    if not has_sums(layout) or kernels.records_graphs:
         return ()
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
     names = [
