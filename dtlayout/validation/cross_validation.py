@@ -163,7 +163,7 @@ def _leave_groups_out(runs: Sequence[Run], find: Callable[[Run], str], progress:
     return HeldOutErrors(left_out)
 
 
-def _fit(runs: Sequence[Run], starts: Sequence[Engine]) -> Sequence[Engine]:
+def _fit(runs: Sequence[Run], starts: list[Engine]) -> list[Engine]:
     """The engine on several GPU types fitted to runs; unchanged if no more of them ran than there are constants.
 
     Such constants would meet each of these runs, and say nothing of others.
