@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dtlayout.base.files import check_own, check_writable, expand
 from dtlayout.base.formatting import plural
+from dtlayout.models.choice import Choice
 from dtlayout.models.counting import count_active_parameters, count_parameters
 from dtlayout.models.description import Description
 from dtlayout.models.files import read_config, trace_model
@@ -89,6 +90,8 @@ def _describe(operation: object) -> tuple[str, str]:
             return "attention", f"{heads} heads, {kv_heads} of keys and values, {size} wide{seen}" + f"; {held}" * bool(
                 held
             )
+        case Choice(module=module, num_heads=heads, width=size):
+            return module, f"{heads} scores of each pair of tokens, {size} wide, choose what attention reads"
         case Mixer(makes=name, width=size) as state:
             return name, f"state along the sequence, of {size} elements" + f"; {describe_state(state)}" * any(
                 state.kept
