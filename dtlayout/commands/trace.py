@@ -91,7 +91,10 @@ def _describe(operation: object) -> tuple[str, str]:
                 held
             )
         case Choice(module=module, num_heads=heads, width=size):
-            return module, f"{heads} scores of each pair of tokens, {size} wide, choose what attention reads"
+            return (
+                module,
+                f"{plural(heads, 'score')} of each pair of tokens, {size} wide, for the choice of what attention reads",
+            )
         case Mixer(makes=name, width=size) as state:
             return name, f"state along the sequence, of {size} elements" + f"; {describe_state(state)}" * any(
                 state.kept

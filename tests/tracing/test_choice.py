@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.choice import Choice
 from dtlayout.models.counting import (
     count_block_flops_per_token,
@@ -118,3 +119,9 @@ def test_chosen_tokens_are_seen_where_the_mask_lets_them():
     assert see_chosen(chosen, None, 3)[0, 0].tolist() == [[True, False, False], [False] * 3, [False, True, False]]
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     assert see_chosen(chosen, mask, 3)[0, 0].tolist()[1] == [False, False, True]
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(1, 1, 3, 3), torch.ones(1, 3, 3, dtype=torch.bool)])
+def test_a_mask_that_does_not_say_what_is_seen_is_refused(mask):
+    with pytest.raises(InvalidConfig, match="attention to chosen tokens takes a mask that says which tokens"):
+        see_chosen(torch.zeros(1, 3, 1, dtype=torch.long), mask, 3)
