@@ -362,7 +362,8 @@ class _Local(torch.autograd.Function):
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> nn.Module:
     """Make a module's own parameters DTensors; modules inside of it, such as an adapter's, have styles of their own."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placements[name]])))
+        part = distribute_tensor(parameter, mesh, [placements[name]])
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     return module
 
 

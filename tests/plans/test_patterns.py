@@ -4,8 +4,9 @@ import pytest
 from torch import nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.mesh.axes import TP
 from dtlayout.mesh.build import build_mesh
-from dtlayout.plans.apply import apply_plan, check_plan
+from dtlayout.plans.apply import apply_plan, check_plan, split_tensors
 from dtlayout.plans.plan import Plan
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
@@ -84,3 +85,13 @@ def test_nothing_is_sharded_where_a_plan_is_refused(changes):
         apply_plan(module, make_plan(frozen=("head.*",), **changes), mesh)
     assert {name: (type(p), p.data_ptr()) for name, p in module.named_parameters()} == before
     assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_frozen_stays_frozen_where_it_is_split():
+    module, mesh = build_module(), build_mesh(Layout(), "cpu")
+    module.layers.requires_grad_(False)
+    module.head.requires_grad_(True)
+    split_tensors(module, {"layers.*.widen": "colwise", "layers.*.narrow": "rowwise"}, mesh[TP])
+    assert {name for name, p in module.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+    assert type(module.layers[0].widen.weight).__name__ == "DTensor"
