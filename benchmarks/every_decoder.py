@@ -1,4 +1,4 @@
-"""Which decoders are planned, as Markdown: those of `transformers` by their own defaults, and files of a folder.
+"""Decoders that are planned, as Markdown: those of `transformers` by their own defaults, and files of a folder.
 
     python -m benchmarks.every_decoder [--configs FOLDER]
 

@@ -3,7 +3,7 @@
 from math import inf
 
 from dtlayout.costmodel.scenario import Scenario, activation_size
-from dtlayout.models.choice import Choice
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.mixer import Mixer
 
 
@@ -50,7 +50,7 @@ def state_s(scenario: Scenario, state: Mixer) -> float:
     return max(flops_s, pass_s(scenario, choose_moved(scenario, state.product_moves)))
 
 
-def choice_s(scenario: Scenario, choice: Choice, seq_len: int) -> float:
+def choice_s(scenario: Scenario, choice: TokenChoice, seq_len: int) -> float:
     """Seconds of a token in a product that chooses what attention reads, by its FLOPs in its format."""
     constants, gpu = scenario.engine.constants, scenario.cluster.gpu
     exact_peak = gpu.peak_fp32_flops_per_s or gpu.peak_flops_per_s

@@ -11,7 +11,7 @@ from dtlayout.models.tape import TapeEntry, TapeOptions
 
 
 @dataclass(frozen=True)
-class Choice(BaseOperation):
+class TokenChoice(BaseOperation):
     """A product of queries and keys that chooses tokens, of which forward alone computes the scores."""
 
     module: str
@@ -30,7 +30,7 @@ class Choice(BaseOperation):
     def flops_per_token(self, seq_len: int) -> float:
         """Scores of a token with all tokens of its sequence.
 
-        >>> Choice("indexer", num_heads=64, width=128).flops_per_token(4096)
+        >>> TokenChoice("indexer", num_heads=64, width=128).flops_per_token(4096)
         67108864.0
         """
         return 2.0 * self.num_heads * self.width * seq_len

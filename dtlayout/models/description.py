@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal
 
-from dtlayout.models.choice import Choice
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.mixer import Mixer
 from dtlayout.models.operations import (
     ATTENDED,
@@ -49,7 +49,7 @@ Operation = (
     | Linear
     | RoutedExperts
     | Rotary
-    | Choice
+    | TokenChoice
     | SelfAttention
     | Mixer
     | Activation
@@ -105,9 +105,9 @@ class Description:
         return tuple(each for each in self.block if isinstance(each, Mixer))
 
     @cached_property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[TokenChoice, ...]:
         """The products by which a block chooses what attention reads."""
-        return tuple(each for each in self.block if isinstance(each, Choice))
+        return tuple(each for each in self.block if isinstance(each, TokenChoice))
 
     @cached_property
     def experts(self) -> RoutedExperts | None:

@@ -11,12 +11,17 @@ def find_differentiated(record: BlockRecord) -> frozenset[int]:
     """Tensors of a block's calls, parameters among them, that what it returns has a gradient by.
 
     Calls are followed backward. A call that writes into a part of a tensor makes all that lies in the same memory.
+    Attention adds its mask to scores, so numbers of a mask have a gradient.
     """
     places, found = record.places, set[int]()
     wanted = {places[each].memory for each in record.results if each not in record.whole_numbers}
     for call in reversed(record.calls):
         if any(places[each].memory in wanted for each in call.makes):
-            read = [each for each in (*call.reads, *call.makes) if each not in record.whole_numbers]
+            masks: list[int] = [
+                asked["adds"] for each in call.makes if "adds" in (asked := record.attention.get(each, {}))
+            ]
+            around = (*call.reads, *call.makes, *filter(places.__contains__, masks))
+            read = [each for each in around if each not in record.whole_numbers]
             found.update(read)
             wanted.update(places[each].memory for each in read)
     return frozenset(found)

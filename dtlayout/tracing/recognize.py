@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.models.choice import Choice
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.description import Operation
 from dtlayout.models.mixer import Mixer
 from dtlayout.models.operations import (
@@ -491,7 +491,7 @@ class _Reader:
         made, seq_len = call.makes[0], self.record.shapes[self.record.enters][-2]
         if made not in self.differentiated and self.record.shapes[made][-1] == seq_len:
             num_heads, width = self._count_heads(made)[0], self.record.shapes[call.reads[0]][-1]
-            self.operations.append(Choice(call.module, num_heads, width, self.record.is_exact(made)))
+            self.operations.append(TokenChoice(call.module, num_heads, width, self.record.is_exact(made)))
 
     def _attend(self, call: Call, queries: Value, keys: Value, values: Value, tensors: Sequence[int]) -> None:
         asked = self.record.attention.get(call.makes[0], {})

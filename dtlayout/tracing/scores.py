@@ -206,15 +206,16 @@ class ScoreMeter:
             each: {above: self._run(length, num_heads, vocabulary, each) for above, length in lengths.items() if length}
             for each in self.runner.formats
         }
-        self._check_longer(next(iter(runs.values())), num_heads, vocabulary)
+        if not any(each.attention.window for each in kinds):
+            by_length = next(iter(runs.values()))
+            self._check_longer(next(iter(by_length.values()), ()), num_heads, vocabulary)
         return tuple(
             self._complete(described, [*runs.values()], numbers.index(kind)) for kind, described in enumerate(kinds)
         )
 
-    def _check_longer(self, runs: Mapping[int, Sequence[MeasuredBlock]], num_heads: int, vocabulary: int) -> None:
+    def _check_longer(self, short: Sequence[MeasuredBlock], num_heads: int, vocabulary: int) -> None:
         """InvalidConfig if scores lie in memory in short sequences alone, as where code attends within chunks."""
-        short = runs.get(0, ())
-        if len(runs) > 1 or not any(each.scores.are_in_memory for each in short):
+        if not any(each.scores.are_in_memory for each in short):
             return
         if (length := self._find_length(_CHUNK, self.longest)) <= _CHUNK:
             return

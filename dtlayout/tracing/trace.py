@@ -192,6 +192,8 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     copies = query.shape == result.shape and not torch.empty_like(query).transpose(1, 2).is_contiguous()
     noted = {"window": window, "softcap": asked.get("softcap"), "sinks": sinks, "copies": copies}
     noted["mask"] = attention_mask is not None  # base models make none here that code does not ask for
+    if attention_mask is not None:
+        noted["adds"] = id(attention_mask)  # numbers have a gradient, flags have none
     _RECORDERS[-1].note_attention(result, noted)
     return result.transpose(1, 2).contiguous(), None
 

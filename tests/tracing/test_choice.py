@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.models.choice import Choice
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.counting import (
     count_block_flops_per_token,
     count_choosing_flops_per_token,
@@ -62,7 +62,7 @@ def build(family: str, attention: str) -> Any:
 
 
 def list_choices(described: Description) -> list[tuple[int, int]]:
-    return [(each.num_heads, each.width) for each in described.block if isinstance(each, Choice)]
+    return [(each.num_heads, each.width) for each in described.block if isinstance(each, TokenChoice)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
