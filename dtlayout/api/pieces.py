@@ -66,7 +66,9 @@ def pipeline(
     is_last = schedule.placement.rank_of(len(whole) - 1) == rank
     if loss is not None and is_last:
         own[-1] = _WithLoss(own[-1], loss)
-    return build_runtime(own, schedule, sync, mesh, boundary)
+    runtime = build_runtime(own, schedule, sync, mesh, boundary)
+    runtime.micro_batch = layout.micro_batch
+    return runtime
 
 
 def train_step(
@@ -161,6 +163,11 @@ def _check_shared(stages: Sequence[nn.Module], frozen: Sequence[str]) -> None:
 
 def _cut(stages: Sequence[nn.Module] | nn.Sequential, num_stages: int) -> list[nn.Module]:
     """The stages; those of an `nn.Sequential` keep the names of its children."""
+    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
+        raise InvalidLayout(
+            f"{type(stages).__name__} is one module, and nothing says where to cut it; bring a list of stages, or an "
+            f"nn.Sequential"
+        )
     whole = list(stages)
     if isinstance(stages, nn.Sequential) and len(whole) > num_stages:
         children = list(stages.named_children())

@@ -136,3 +136,23 @@ def test_an_unknown_style_of_context_is_refused_as_a_plan_refuses_it():
     said = r"plan\.context\['\*\.attend'\]: the style 'rings' is unknown; did you mean 'ring'\?"
     with pytest.raises(dl.InvalidConfig, match=said):
         dl.apply_context(nn.Sequential(nn.Linear(2, 2)), {"*.attend": "rings"}, "sdpa-math", mesh)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_step_takes_the_rows_of_its_rank_and_gives_a_loss():
+    layout, x = dl.Layout(micro_batch=2), torch.randn(8, 3)
+    mesh = dl.build_mesh(layout, "cpu")
+    runtime = dl.pipeline(
+        nn.Sequential(nn.Linear(3, 1)), layout, mesh, x[:2], global_batch=4, loss=lambda out: out.square().sum()
+    )
+    optimizer = torch.optim.SGD(runtime.parameters, lr=0.1)
+    said = r"8 rows, and this rank takes 4 \(2 microbatches of 2\); bring those of its data-parallel rank alone"
+    with pytest.raises(dl.DtlayoutError, match=said):
+        dl.train_step(runtime, optimizer, x)
+    assert dl.train_step(runtime, optimizer, x[:4]).is_finite
+    assert runtime.evaluate(x) is not None  # which takes as many rows as there are
+    without = dl.pipeline(nn.Sequential(nn.Linear(3, 1)), layout, mesh, x[:2], global_batch=4)
+    with pytest.raises(dl.DtlayoutError, match=r"the last stage gave \(2, 1\), and no scalar; give loss="):
+        without.step(x[:4])
+    with pytest.raises(dl.InvalidLayout, match="Linear is one module, and nothing says where to cut it; bring"):
+        dl.pipeline(nn.Linear(3, 1), layout, mesh, x[:2], global_batch=4)
