@@ -38,7 +38,6 @@ from dtlayout.plans.collectives import (
     replicate,
 )
 from dtlayout.plans.overlap import multiply_while_scattering, projecting
-from dtlayout.plans.plan import TensorStyle
 
 HIDDEN_STATES = "hidden_states"
 """Name by which modules of transformers take hidden states, where they are no first argument."""
@@ -250,6 +249,13 @@ class _LocalScale(ScaleVector):
         return x * local(self.weight)
 
 
+class Whole(ParallelStyle):
+    """Style of a module that computes the same on each rank of tp: parameters and gradients stay as they are."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 class TracedRank(ParallelStyle):
     """Style of a whole model whose own code must know which heads it has, and which part of each sequence."""
 
@@ -367,7 +373,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
     return module
 
 
-STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": Colwise,
     "rowwise": lambda: Rowwise(all_reduce),
     "rowwise-scatter": lambda: Rowwise(reduce_scatter),
@@ -384,6 +390,7 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": PartialNorm,
     "norm-split": SplitNorm,
+    "whole": Whole,
     "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate(), bias=Replicate()),
     "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
     "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),
