@@ -105,6 +105,7 @@ def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _share_device()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
@@ -126,3 +127,21 @@ def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         except BrokenPipeError:  # another rank failed first, and nobody listens any more
             break
     dist.destroy_process_group()
+
+
+def _share_device() -> None:
+    """Give all groups of this process one gloo device, and so one thread that waits for messages.
+
+    By default each group has a device of its own, whose thread wakes up a hundred times a second as long as the group
+    lives. A pool opens hundreds of groups, and their threads would take half of the machine from the tests.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    device, begin = ProcessGroupGloo.create_default_device(), ProcessGroupGloo.__init__
+
+    def begin_on_device(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        begin(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = begin_on_device
