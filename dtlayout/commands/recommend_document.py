@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import to_assumptions
+from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.models.counting import count_parameters
@@ -65,6 +66,7 @@ def make_document(
         "simplest": _find_simplest(scenario, result.ranked),
         "usual": _compare_usual(search, best),
         "remarks": [
+            *_remark_on_rows(search, best),
             *_remark_on_near(scenario, looked_at, against),
             *list_remarks(search, looked_at, has_room=not margin.fits_only_without),
         ],
@@ -175,6 +177,16 @@ def _complete(search: Search, choices: dict[str, Any], margin: Margin) -> Estima
 def _find_alike(scenario: Scenario, ranked: Sequence[Estimate]) -> dict[str, Any] | None:
     alike = find_alike([estimate.step_time_s for estimate in ranked], scenario.engine.name)
     return alike and alike._asdict()
+
+
+def _remark_on_rows(search: Search, best: Estimate) -> list[str]:
+    """A remark on rows of the vocabulary that a prediction for our trainer has so that each tp divides them."""
+    scenario = search.space.scenario
+    if scenario.engine.name != OWN_ENGINE or not scenario.model.unused_rows:
+        return []
+    from dtlayout.commands.model_folder import describe_filled  # only now: most models are described
+
+    return describe_filled(scenario.model, best.layout.tp)
 
 
 def _remark_on_near(scenario: Scenario, best: Sequence[Estimate], against: Sequence[JsonDocument]) -> list[str]:
