@@ -144,20 +144,24 @@ def _compare_baseline(search: Search, best: Estimate, name: str, margin: Margin)
 
 
 def compare_like(like: "Like", best: Estimate, patch: Path | None) -> dict[str, Any]:
-    """The layout of --like's file beside the best, and the best as changes of that file; writes `patch` if given."""
-    own, scenario, file = like.estimate(), like.case.scenario, like.file
+    """The layout of --like's file beside the best, and the best as changes of that file; writes `patch` if given.
+
+    Where the file's layout does not fit the GPUs, the document has the reasons in its place.
+    """
+    own, scenario, file = like.estimate(), like.scenario, like.file
+    if patch is not None and file is None:
+        raise InvalidConfig("--patch changes a file of another program; of a config of ours, --emit writes a new one")
+    if own is None or like.case is None:
+        none = dict.fromkeys(("path", "layout", "slower_than_best", "change"))
+        return {"yours": {**none, "fits": False, "misfits": list(like.misfits)}, "_yours_difference": ""}
     if best.layout.world_size != own.layout.world_size:
         raise InvalidConfig("--like compares layouts on as many GPUs; leave out --min-gpus")
     yours: dict[str, Any] = {
         "path": str(file.path) if file else None, "layout": _to_layout(scenario, own), "fits": own.fits,
         "slower_than_best": own.step_time_s / best.step_time_s - 1,
-        "change": file.describe_patch(like.case, best) if file else None,
+        "change": file.describe_patch(like.case, best) if file else None, "misfits": [],
     }  # fmt: skip
-    if patch is not None:
-        if file is None:
-            raise InvalidConfig(
-                "--patch changes a file of another program; of a config of ours, --emit writes a new one"
-            )
+    if patch is not None and file is not None:
         yours |= {"written": str(patch), "written_change": file.write_patch(patch, like.case, best)}
     return {"yours": yours, "_yours_difference": verdicts.describe_difference(best, own)}
 

@@ -232,6 +232,29 @@ every = 7
     assert "python-stdlib" not in path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("layout", "gpus", "problem"),
+    [
+        ("tp = 2\ndp_shard = 1", 4, "world size 4 does not fit the layout: tp=2 needs 2 ranks"),
+        ("tp = 2", 3, "world size 3 does not fit the layout: tp=2 needs a multiple of 2 ranks"),
+        ("micro_batch = 4", 4, "global_batch=8"),
+    ],
+)
+def test_a_config_like_which_another_is_wanted_need_not_fit_the_gpus(capsys, tmp_path, layout, gpus, problem):
+    mine, path = tmp_path / "mine.toml", tmp_path / "best.toml"
+    text = f'[model]\nname = "debug"\n[batch]\nglobal_batch = {gpus * 2}\nseq_len = 64\n[layout]\n{layout}\n'
+    mine.write_text(f'{text}[data]\ntokenizer = "bytes"\n[train]\nsteps = 2\n')
+    asked = ["--like", str(mine), "--gpu", "cpu", "--gpus", str(gpus), "--top", "1"]
+    document = ask(capsys, *asked, "--emit", str(path))
+    assert document["yours"]["layout"] is None
+    assert any(problem in each for each in document["yours"]["misfits"])
+    assert check_layout(load_config(path), gpus).world_size == gpus
+    assert main(["recommend", *asked]) == 0
+    assert f"The layout of your file does not fit these GPUs: {document['yours']['misfits'][0]}" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_ranks_of_a_cpu_are_one_node_in_an_emitted_config(capsys, tmp_path):
     path = tmp_path / "cpu.toml"
     ask(capsys, *DEBUG, "--fix", "tp=2", "--emit", str(path))
