@@ -256,6 +256,7 @@ class Records(Observer):
         """Write summary.json and print the table at the end of a run that has done so many steps."""
         if not self.is_writer:
             return
+        self.display.show_last()
         lines = self._metrics.read_all()
         losses = [line["loss"] for line in lines if line["step"] > 0]
         imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]
