@@ -3,6 +3,7 @@
 from dtlayout.base.formatting import plural
 from dtlayout.models.choice import TokenChoice
 from dtlayout.models.counting import count_active_parameters, count_parameters
+from dtlayout.models.description import Description
 from dtlayout.models.mixer import Mixer, describe_state
 from dtlayout.models.operations import Activation, Elementwise, Linear, Norm, Residual, Rotary, SelfAttention
 from dtlayout.models.routed_experts import RoutedExperts
@@ -31,13 +32,15 @@ def describe_sizes(trace: Trace) -> str:
     )
 
 
+def list_operations(described: Description) -> list[tuple[str, str]]:
+    """Name and words for each operation of a kind of block, in order."""
+    return [_describe(each) for each in described.block]
+
+
 def list_kinds(trace: Trace) -> list[tuple[str, list[tuple[str, str]]]]:
-    """For each kind of block a heading, and a pair of name and words for each of its operations."""
+    """Heading and operations of each kind of block, an operation as a pair of its name and words for it."""
     return [
-        (
-            f"kind {number}: {plural(trace.shape.block_kinds.count(number), 'block')}",
-            [_describe(each) for each in kind.block],
-        )
+        (f"kind {number}: {plural(trace.shape.block_kinds.count(number), 'block')}", list_operations(kind))
         for number, kind in enumerate(trace.kinds)
     ]
 
