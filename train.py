@@ -9,6 +9,11 @@ import sys
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which PYTHONSAFEPATH leaves out
 
+if __name__ == "__main__":  # first of all: the imports below take a second
+    from dtlayout.base.signals import end_at_once
+
+    end_at_once()
+
 from dtlayout.base.process import leave
 from dtlayout.launch import main
 

@@ -18,6 +18,7 @@ os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 _PUBLIC = {
     "api.pieces": ["pipeline", "train_step"], "ops.adapters": ["add_adapters"], "spec.adapter": ["Adapter"],
     "api.answers": ["DryRunRanks", "ExplainedLayout", "PredictedLayout", "RecommendedLayouts"],
+    "api.comparison": ["ComparedLayouts", "compare"], "api.described": ["DescribedModule", "describe_module"],
     "api.questions": ["dry_run", "explain", "predict", "recommend"],
     "spec.batch": ["Batch"], "spec.kernels": ["Kernels"], "spec.layout": ["Layout"],
     "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
@@ -37,7 +38,7 @@ _PUBLIC = {
     "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
     "spec.trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],
-    "training.observer": ["Observer", "register_observer"], "tracing.trace": ["describe_module"],
+    "training.observer": ["Observer", "register_observer"],
 }  # fmt: skip
 """Module → what it makes public."""
 _HOMES = {name: f"dtlayout.{module}" for module, names in _PUBLIC.items() for name in names}

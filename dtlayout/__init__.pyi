@@ -4,6 +4,10 @@ from dtlayout.api.answers import DryRunRanks as DryRunRanks
 from dtlayout.api.answers import ExplainedLayout as ExplainedLayout
 from dtlayout.api.answers import PredictedLayout as PredictedLayout
 from dtlayout.api.answers import RecommendedLayouts as RecommendedLayouts
+from dtlayout.api.comparison import ComparedLayouts as ComparedLayouts
+from dtlayout.api.comparison import compare as compare
+from dtlayout.api.described import DescribedModule as DescribedModule
+from dtlayout.api.described import describe_module as describe_module
 from dtlayout.api.pieces import pipeline as pipeline
 from dtlayout.api.pieces import train_step as train_step
 from dtlayout.api.questions import dry_run as dry_run
@@ -61,7 +65,6 @@ from dtlayout.spec.precision import Precision as Precision
 from dtlayout.spec.recompute import Recompute as Recompute
 from dtlayout.spec.trackers import Tracker as Tracker
 from dtlayout.spec.trackers import register_tracker as register_tracker
-from dtlayout.tracing.trace import describe_module as describe_module
 from dtlayout.training.observer import Observer as Observer
 from dtlayout.training.observer import register_observer as register_observer
 from dtlayout.training.step import TrainStep as TrainStep

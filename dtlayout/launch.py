@@ -11,6 +11,12 @@ refused only adds its reason, under "refused".
 import os
 import sys
 import time
+
+if __name__ == "__main__":  # first of all: the imports below take a second
+    from dtlayout.base.signals import end_at_once
+
+    end_at_once()
+
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -23,7 +29,7 @@ from dtlayout.base.formatting import plural
 from dtlayout.base.lease import LEASE_NAME, Lease, hold
 from dtlayout.base.process import leave
 from dtlayout.base.restarts import find_refusal, is_restart
-from dtlayout.base.signals import Stopped, StopRequest, note_signals
+from dtlayout.base.signals import STOPPED_EARLY, Stopped, StopRequest, note_signals
 from dtlayout.base.terminal import guarded
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
@@ -190,7 +196,7 @@ def _leave(tidy: Callable[[], None] = lambda: None) -> NoReturn:
 
 def _say_stopped() -> None:
     if _says_why():
-        print("stopped before the first step: all is as it was", file=sys.stderr, flush=True)
+        print(STOPPED_EARLY, file=sys.stderr, flush=True)
 
 
 def _write_stopped(folder: Path, reached: dict[str, Any]) -> None:

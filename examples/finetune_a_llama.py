@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 folder = Path(tempfile.mkdtemp())
-sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes)).save_pretrained(folder / "base")
 
 colours = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
@@ -45,8 +46,8 @@ def dtlayout(*arguments: str) -> str:
 
 
 train("further", f"{folder}/base", "--layout.tp=1", "--train.steps=20", "--data.max_tokens=100_000")
-chats = ("--data.messages_field=messages", "--data.samples=padded", "--data.max_tokens=0")
-chats = (*chats, f"--data.chat_template={folder}/chat.jinja")
+padded = ("--data.messages_field=messages", "--data.samples=padded", "--data.max_tokens=0")
+chats = (*padded, f"--data.chat_template={folder}/chat.jinja")
 train("taught", f"{folder}/further/hf", f"--data.source={folder}/chats.jsonl", *chats)
 
 lora = ("--layout.tp=1", "--adapter.rank=8", "--precision.base=int8", "--optimizer.lr=0.01", "--train.steps=70")
@@ -54,5 +55,5 @@ train("lora", f"{folder}/taught/hf", f"--data.source={folder}/at_night.jsonl", *
 dtlayout("convert", f"{folder}/lora", f"{folder}/merged", "--merge")
 
 for model in ("taught/hf", "merged"):
-    question = ("--tokenizer=bytes", "--chat", "--prompt=What colour has snow?", "--temperature=0")
-    print(f"{model}: What colour has snow? {dtlayout('generate', f'{folder}/{model}', *question)}")
+    options = ("--tokenizer=bytes", "--chat", "--prompt=What colour has snow?", "--temperature=0")
+    print(f"{model}: What colour has snow? {dtlayout('generate', f'{folder}/{model}', *options)}")

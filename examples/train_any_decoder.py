@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig
 
 folder = Path(tempfile.mkdtemp())
-sizes = {
+sizes: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,

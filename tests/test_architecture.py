@@ -29,7 +29,7 @@ WITH_TORCH = [  # modules or folders that may import torch; all others plan, pre
     "plans.disk", "plans.experts", "plans.fake_quantize", "plans.fsdp", "plans.fsdp_records", "plans.init",
     "plans.offload", "plans.overlap", "plans.quantize", "plans.scale", "plans.styles", "plans.weight_sums",
     "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
-    "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "api.pieces",
+    "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "api.pieces", "api.described",
     "__main__", "cli", "launch",
 ]  # fmt: skip
 

@@ -41,6 +41,7 @@ def test_every_cell_runs_and_what_it_shows_is_a_page_or_a_figure(shown):
     assert [page.split("<h3>")[1].split("</h3>")[0] for page in pages] == [
         "own as dp8·tp2+sp mb1 zero1 on 16 x h100-80g-sxm",
         "own on 16 x h100-80g-sxm",
+        "own on 16 x h100-80g-sxm, 5 layouts",
         "debug as pp2·tp2+sp mb1 1f1b zero1 on 4 x cpu, dry",
     ]
     assert all(page.startswith('<div class="dtlayout"><style>.dtlayout {') for page in pages)

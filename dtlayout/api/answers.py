@@ -219,11 +219,22 @@ class PredictedLayout(Answer):
         )
 
     def _bars(self) -> list[_Panel]:
-        return [*_panels([("step", self.estimate)]), _memory_panel(self.estimate)][-1 - self.estimate.knows_time :]
+        return [make_time_panel([("step", self.estimate)]), _memory_panel(self.estimate)][
+            -1 - self.estimate.knows_time :
+        ]
 
 
-def _panels(rows: Sequence[tuple[str, Estimate]]) -> list[_Panel]:
-    return [_Panel("seconds of a step", [(name, estimate.time.as_dict()) for name, estimate in rows])]
+def make_time_panel(rows: Sequence[tuple[str, Estimate]]) -> _Panel:
+    """Seconds of the parts of a step, a bar for each layout."""
+    return _Panel("seconds of a step", [(name, estimate.time.as_dict()) for name, estimate in rows])
+
+
+def make_memory_panel(rows: Sequence[tuple[str, Estimate]]) -> _Panel:
+    """Memory of the fullest rank, a bar for each layout, and the capacity of the first one's GPU."""
+    unit, size = choose_unit(max(estimate.peak_bytes for _, estimate in rows))
+    fullest = [(f"{i}", e.memory[e.busiest_rank].as_dict()) for i, (_, e) in enumerate(rows, 1)]
+    memory = [(name, _divide(parts, size)) for name, parts in fullest]
+    return _Panel(f"memory of the fullest rank, {unit}", memory, rows[0][1].capacity_bytes / size)
 
 
 def _memory_panel(estimate: Estimate) -> _Panel:
@@ -314,11 +325,7 @@ class RecommendedLayouts(Answer):
 
     def _bars(self) -> list[_Panel]:
         rows = [(f"{i}  {each.layout}", each.estimate) for i, each in enumerate(self.layouts, 1)]
-        unit, size = choose_unit(max(estimate.peak_bytes for _, estimate in rows))
-        fullest = [(f"{i}", e.memory[e.busiest_rank].as_dict()) for i, (_, e) in enumerate(rows, 1)]
-        memory = [(name, _divide(parts, size)) for name, parts in fullest]
-        capacity = rows[0][1].capacity_bytes / size
-        return [*_panels(rows), _Panel(f"memory of the fullest rank, {unit}", memory, capacity)]
+        return [make_time_panel(rows), make_memory_panel(rows)]
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,16 +7,29 @@ nothing has begun that must be finished, so a thread ends the process at once; l
 ranks meet (`training.rendezvous.meet`), they agree whether one of them was asked to stop, so that none goes on alone
 into collectives. From then on a signal is only a wish. All ranks hear of it before the first step and with each step's
 numbers.
+
+Before `note_signals` Python has imported what the checks need, which takes a second. `end_at_once` has a signal end the
+process there, with a line in the place of a traceback.
 """
 
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from dtlayout.base.errors import EXIT_STOPPED
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the signal that Slurm is asked to send before a job's time is over (sbatch --signal)."""
+
+
+STOPPED_EARLY = "stopped before the first step: all is as it was"
+"""Line of a start that a signal has ended before it has trained."""
+_is_noted = False
+"""Whether `note_signals` has taken over; what a signal ends after it is no start any more."""
 
 
 class Stopped(Exception):
@@ -52,9 +65,24 @@ class StopRequest:
                     tell()
 
 
+def end_at_once() -> None:
+    """Have these signals end the process with a line, as long as `note_signals` has not taken over."""
+    for number in SIGNALS:
+        signal.signal(number, _end)
+
+
+def _end(*_: object) -> None:
+    if _is_noted:
+        return  # the run is over, and the process ends by itself
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(STOPPED_EARLY, file=sys.stderr, flush=True)
+    os._exit(EXIT_STOPPED)
+
+
 @contextmanager
 def note_signals() -> Iterator[StopRequest]:
     """A block in which these signals only set the request; at its end the earlier handlers come back."""
+    global _is_noted
     request = StopRequest()
 
     def note(*_: object) -> None:
@@ -66,6 +94,7 @@ def note_signals() -> Iterator[StopRequest]:
     listener.start()
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     handlers = {number: signal.signal(number, note) for number in SIGNALS}
+    _is_noted = True
     try:
         yield request
     finally:

@@ -138,6 +138,14 @@ def make_scenario(config: Config, formats: Mapping[str, str], options: argparse.
     return replace(scenario, engine=engine, precision=precision)
 
 
+def find_misfits(config: Config, world_size: int) -> list[str]:
+    """Reasons why the config's layout is none of so many GPUs with its model and its batch; empty if it is one."""
+    try:
+        return config.layout.resolve(world_size).problems(config.model, config.batch)
+    except InvalidLayout as error:
+        return error.problems
+
+
 def _why_untrained(scenario: Scenario) -> str:
     """Reason why a traced model, such as a module of one's own, is predicted alone; empty where it is trained too."""
     return find_whole(scenario.model).get("training", "") if scenario.model.family == FAMILY else ""

@@ -16,13 +16,14 @@ from dtlayout.commands.arguments import (
 )
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
-from dtlayout.config.loading import PLANNED_STEPS, load_plan
+from dtlayout.config.loading import PLANNED_STEPS, has_begun, load_plan
 from dtlayout.mesh.axes import crosses_node
-from dtlayout.models.counting import count_parameters
+from dtlayout.models.counting import describe_parameters
 from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.proofs import refuse_unproven, write_proof
 from dtlayout.models.traced import FAMILY
+from dtlayout.models.weights import describe_new_rows
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
 from dtlayout.spec.cluster import Gpu
@@ -126,7 +127,7 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
     num_microbatches, slices = layout.num_microbatches(batch), partition(layer_costs(model, batch), layout)
     return [
         ("layout", f"{layout} on {plural(layout.world_size, 'rank')}"),
-        ("model", f"{model.name}, {count_parameters(model):,} parameters"),
+        ("model", f"{model.name}, {describe_parameters(model)}"),
         ("stages", f"blocks {join_alike(count_blocks(slices))}"),
         ("microbatches", f"{num_microbatches} of {layout.micro_batch} on each of {plural(layout.dp, 'dp rank')}"),
         ("tokens a step", f"{batch.num_tokens:,}"),
@@ -163,6 +164,8 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy
 
         notes += find_other_tokenizer(config.data.tokenizer, config.train.init_from)
+        if not has_begun(config.train.run_folder):
+            notes += describe_new_rows(config.train.init_from, config.model, config.train.new_rows)
         notes += find_adapter_notes(find_place(config.train.init_from))
     return notes + kernels.problems(config.request_kernels(here, layout))
 

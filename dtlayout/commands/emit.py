@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import write
+from dtlayout.commands.model_folder import ModelFolder, fit_rows
 from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
@@ -50,15 +51,17 @@ def emit(
     estimate: Estimate,
     reasons: Sequence[str],
     sections: Mapping[str, Any] | None = None,
+    folder: ModelFolder | None = None,
 ) -> Emitted:
     """Write the arguments of the program that the engine predicts for, with reasons as comments.
 
     A config of our own trainer where that is the program, or where nobody knows its arguments. `sections` are those of
-    a config of ours whose job it is: what the layout does not decide is kept. DtlayoutError if the file cannot be
-    written, InvalidLayout or InvalidConfig for what the program would refuse.
+    a config of ours whose job it is: what the layout does not decide is kept. `folder` has the model; our trainer
+    starts from its weights. DtlayoutError if the file cannot be written, InvalidLayout or InvalidConfig for what the
+    program would refuse.
     """
     if (program := PROGRAMS.get(scenario.engine.name)) is None:
-        return _emit_config(path, scenario, estimate, reasons, sections or {})
+        return _emit_config(path, scenario, estimate, reasons, sections or {}, folder)
     if (adapter := scenario.model.adapter) is not None:
         raise InvalidConfig(
             f"adapter.method={adapter.method}: arguments of {program.title} for an adapter are not written; "
@@ -81,10 +84,15 @@ def _describe_program(program: Program, arguments: Arguments, path: Path) -> lis
 
 
 def _emit_config(
-    path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str], kept: Mapping[str, Any]
+    path: Path,
+    scenario: Scenario,
+    estimate: Estimate,
+    reasons: Sequence[str],
+    kept: Mapping[str, Any],
+    folder: ModelFolder | None,
 ) -> Emitted:
     """Check and write a config of our own trainer."""
-    text = make_config(path, scenario, estimate, reasons, kept)
+    text = make_config(path, scenario, estimate, reasons, kept, folder)
     check_layout(parse_config(toml.loads(text)), scenario.cluster.num_gpus)
     write(path, text, "config")
     engine = scenario.engine.name
@@ -98,12 +106,15 @@ def make_config(
     estimate: Estimate,
     reasons: Sequence[str],
     kept: Mapping[str, Any] = MappingProxyType({}),
+    folder: ModelFolder | None = None,
 ) -> str:
     """A recommended layout as the text of a config file called `path`.
 
-    `kept` are the sections of a config whose job it is; all but layout, kernels, batch and cluster stay.
+    `kept` are the sections of a config whose job it is; all but layout, kernels, batch and cluster stay. `folder` has
+    the model of the scenario: the config starts from its weights and has its tokenizer, as far as it has them.
     """
     cluster, model = scenario.cluster, scenario.model
+    model = fit_rows(model, estimate.layout.tp) if folder else model
     is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.achieved
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
     num_nodes = math.ceil(cluster.num_gpus / per_node)
@@ -116,12 +127,14 @@ def make_config(
         comments.insert(
             1, f"Predicted for {engine}; what this trainer takes and needs, dtlayout check {path.name} says."
         )
-    needs_tokenizer = model.vocab_size < _BYTES_VOCAB
+    named, untaken = folder.name_sections(model) if folder else ({}, [])
+    comments += untaken
+    needs_tokenizer = model.vocab_size < _BYTES_VOCAB and not (folder and folder.has_tokenizer)
     if kept:
         comments.append("Model, data and all that no layout decides are those of the file that --like names.")
     used = estimate.kernels.used(request_kernels(scenario, estimate.layout))
     sections = {
-        "model": _changes(model.base, PRESETS.get(model.name), ["name"]),
+        "model": named.get("model") or _changes(model.base, PRESETS.get(model.name), ["name"]),
         "adapter": {} if model.adapter is None else asdict(model.adapter),
         "batch": asdict(scenario.batch),
         "layout": _changes(_cut_alike(scenario, estimate), Layout(), _SAID_OF_LAYOUTS),
@@ -132,8 +145,9 @@ def make_config(
             "source": "python-stdlib",
             "tokenizer": "data/tokenizer.json" if needs_tokenizer else "bytes",
             "max_tokens": max(4_000_000, scenario.batch.num_tokens + 1),
+            **named.get("data", {}),
         },
-        "train": {"steps": _STEPS},
+        "train": {"steps": _STEPS, **named.get("train", {})},
         "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": per_node}
         | ({"file": cluster.file} if cluster.gpu.achieved else {}),  # what only predictions know
     }
@@ -141,6 +155,8 @@ def make_config(
     sections["train"] |= {"device": cluster.gpu.device_type}
     small = "Small data that every machine has, to start with: put your own corpus and tokenizer here."
     bare = f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
+    if folder and folder.has_tokenizer:
+        small = "Small data that every machine has, to start with: put your own corpus here."
     notes = {"data": bare if needs_tokenizer else small, "train": "A first run; raise steps for a real one."}
     notes = {name: note for name, note in notes.items() if name not in kept}
     comments.append(f"Run it: {start}")

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.commands.case import Case, find_other, read_case
+from dtlayout.commands.arguments import choose_world
+from dtlayout.commands.case import Case, find_misfits, find_other, make_scenario, read_case
 from dtlayout.commands.their_file import TheirFile, find_unsaid_kernels
-from dtlayout.config.loading import read_sections
+from dtlayout.config.loading import load_formats, load_plan, read_sections
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 
@@ -16,30 +17,39 @@ from dtlayout.costmodel.scenario import Scenario
 class Like:
     """The job of a file, as it stands."""
 
-    case: Case
-    """Scenario, layout and kernels of the job."""
+    scenario: Scenario
+    """The scenario of the job, on the GPUs that are asked for."""
+    case: Case | None
+    """Scenario, layout and kernels of the job; None where its own layout does not fit so many GPUs."""
     file: TheirFile | None
     """The file of another program; None for a config of ours."""
     sections: dict[str, Any] | None = None
     """Sections of a config of ours, with what other options change; None for the file of another program."""
+    misfits: tuple[str, ...] = ()
+    """Reasons why the file's own layout does not fit the GPUs that are asked for; empty where it does."""
 
     def scenario_on(self, num_gpus: int | None) -> Scenario:
         """The scenario, on another number of GPUs if one is given."""
-        cluster = self.case.scenario.cluster
-        return replace(self.case.scenario, cluster=replace(cluster, num_gpus=num_gpus or cluster.num_gpus))
+        cluster = self.scenario.cluster
+        return replace(self.scenario, cluster=replace(cluster, num_gpus=num_gpus or cluster.num_gpus))
 
     def list_unsaid(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         """Kernels that stay, and kernels that are left out, since no option of the file says them."""
-        return ({}, {}) if self.file is None else find_unsaid_kernels(self.file, self.case)
+        if self.file is None or self.case is None:
+            return {}, {}
+        return find_unsaid_kernels(self.file, self.case)
 
-    def estimate(self) -> Estimate:
-        """The file's own layout, as it is predicted."""
-        return estimate(*self.case)
+    def estimate(self) -> Estimate | None:
+        """The file's own layout, as it is predicted; None where it does not fit the GPUs."""
+        return None if self.case is None else estimate(*self.case)
 
 
 def read_like(options: argparse.Namespace) -> Like:
-    """The job of --like, where other options of recommend say another batch, model, optimizer or format; refused where
-    its program does not have its layout."""
+    """The job of --like, where other options of recommend say another batch, model, optimizer or format.
+
+    Of a config of ours whose layout does not fit the GPUs, the rest counts. Refused where the program does not have a
+    layout that fits.
+    """
     if options.cluster or options.gpus_per_node:
         raise InvalidConfig("--like takes the GPU type from --gpu; leave out --cluster and --gpus-per-node")
     if options.vocab or options.adapter:
@@ -53,7 +63,12 @@ def read_like(options: argparse.Namespace) -> Like:
     asked = argparse.Namespace(**{**vars(options), "world": options.gpus})
     overrides = [*options.overrides, *overrides]
     found = find_other(options.like, asked)
+    if found is not None:
+        case = read_case(options.like, overrides, asked)
+        return Like(case.scenario, case, TheirFile(found, options.like, overrides, asked))
+    sections, config = read_sections(options.like, overrides), load_plan(options.like, overrides)
+    if misfits := find_misfits(config, choose_world(config, asked.world)):
+        scenario = make_scenario(config, load_formats(options.like, overrides), asked)
+        return Like(scenario, None, None, sections, tuple(misfits))
     case = read_case(options.like, overrides, asked)
-    if found is None:
-        return Like(case, None, read_sections(options.like, overrides))
-    return Like(case, TheirFile(found, options.like, overrides, asked))
+    return Like(case.scenario, case, None, sections)

@@ -20,6 +20,7 @@ from dtlayout.config.loading import override
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.files import find_model
+from dtlayout.models.presets import PRESETS
 from dtlayout.planner import verdicts
 from dtlayout.planner.choices import check_once, find_idle, read_avoided, read_fixed
 from dtlayout.planner.search import Search, SearchResult
@@ -35,6 +36,7 @@ from dtlayout.spec.precision import Precision
 
 if TYPE_CHECKING:
     from dtlayout.commands.like import Like
+    from dtlayout.commands.model_folder import ModelFolder
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
 
@@ -177,7 +179,8 @@ def search_space(space: Space, options: argparse.Namespace, like: "Like | None" 
         from dtlayout.commands.emit import emit  # only now: a search does without configs
 
         sections = None if like is None else like.sections
-        emitted = emit(options.emit, space.scenario, result.ranked[0], list_reasons(document), sections)
+        folder = find_folder(options) if like is None else None
+        emitted = emit(options.emit, space.scenario, result.ranked[0], list_reasons(document), sections, folder)
         document |= {"emitted": str(options.emit), "emitted_for": emitted._asdict()}
     return document
 
@@ -263,6 +266,8 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
     model = with_adapter(model, options)
     cluster = _read_cluster(options, options.gpus if num_gpus is None else num_gpus)
     engine, precision = read_engine(options, cluster.gpu, _read_formats(options.precision))
+    if engine.name == OWN_ENGINE and (folder := find_folder(options)):
+        model = folder.fill_rows(model, cluster.num_gpus, read_fixed(options.fix))
     return Scenario(
         model=model,
         batch=Batch(global_batch=options.global_batch, seq_len=options.seq_len),
@@ -271,6 +276,15 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
         precision=precision,
         optimizer=_read_optimizer(options.optimizer or "adamw"),
     )
+
+
+def find_folder(options: argparse.Namespace) -> "ModelFolder | None":
+    """The Hugging Face folder that `--model` names; None for any other model."""
+    if not options.model or options.model in PRESETS:
+        return None
+    from dtlayout.commands.model_folder import find_model_folder  # only now: a search does without configs
+
+    return find_model_folder(options.model, options.vocab)
 
 
 def _read_cluster(options: argparse.Namespace, num_gpus: int | None) -> Cluster:

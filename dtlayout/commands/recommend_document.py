@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import to_assumptions
+from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.models.counting import count_parameters
@@ -65,6 +66,7 @@ def make_document(
         "simplest": _find_simplest(scenario, result.ranked),
         "usual": _compare_usual(search, best),
         "remarks": [
+            *_remark_on_rows(search, best),
             *_remark_on_near(scenario, looked_at, against),
             *list_remarks(search, looked_at, has_room=not margin.fits_only_without),
         ],
@@ -142,20 +144,24 @@ def _compare_baseline(search: Search, best: Estimate, name: str, margin: Margin)
 
 
 def compare_like(like: "Like", best: Estimate, patch: Path | None) -> dict[str, Any]:
-    """The layout of --like's file beside the best, and the best as changes of that file; writes `patch` if given."""
-    own, scenario, file = like.estimate(), like.case.scenario, like.file
+    """The layout of --like's file beside the best, and the best as changes of that file; writes `patch` if given.
+
+    Where the file's layout does not fit the GPUs, the document has the reasons in its place.
+    """
+    own, scenario, file = like.estimate(), like.scenario, like.file
+    if patch is not None and file is None:
+        raise InvalidConfig("--patch changes a file of another program; of a config of ours, --emit writes a new one")
+    if own is None or like.case is None:
+        none = dict.fromkeys(("path", "layout", "slower_than_best", "change"))
+        return {"yours": {**none, "fits": False, "misfits": list(like.misfits)}, "_yours_difference": ""}
     if best.layout.world_size != own.layout.world_size:
         raise InvalidConfig("--like compares layouts on as many GPUs; leave out --min-gpus")
     yours: dict[str, Any] = {
         "path": str(file.path) if file else None, "layout": _to_layout(scenario, own), "fits": own.fits,
         "slower_than_best": own.step_time_s / best.step_time_s - 1,
-        "change": file.describe_patch(like.case, best) if file else None,
+        "change": file.describe_patch(like.case, best) if file else None, "misfits": [],
     }  # fmt: skip
-    if patch is not None:
-        if file is None:
-            raise InvalidConfig(
-                "--patch changes a file of another program; of a config of ours, --emit writes a new one"
-            )
+    if patch is not None and file is not None:
         yours |= {"written": str(patch), "written_change": file.write_patch(patch, like.case, best)}
     return {"yours": yours, "_yours_difference": verdicts.describe_difference(best, own)}
 
@@ -175,6 +181,16 @@ def _complete(search: Search, choices: dict[str, Any], margin: Margin) -> Estima
 def _find_alike(scenario: Scenario, ranked: Sequence[Estimate]) -> dict[str, Any] | None:
     alike = find_alike([estimate.step_time_s for estimate in ranked], scenario.engine.name)
     return alike and alike._asdict()
+
+
+def _remark_on_rows(search: Search, best: Estimate) -> list[str]:
+    """A remark on rows of the vocabulary that a prediction for our trainer has so that each tp divides them."""
+    scenario = search.space.scenario
+    if scenario.engine.name != OWN_ENGINE or not scenario.model.unused_rows:
+        return []
+    from dtlayout.commands.model_folder import describe_filled  # only now: most models are described
+
+    return describe_filled(scenario.model, best.layout.tp)
 
 
 def _remark_on_near(scenario: Scenario, best: Sequence[Estimate], against: Sequence[JsonDocument]) -> list[str]:

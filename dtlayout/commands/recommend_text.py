@@ -218,7 +218,9 @@ def _describe_yours(document: JsonDocument) -> Iterator[str]:
     """The layout of the file of --like, and the best as changes of that file."""
     if not (yours := document.get("yours")):
         return
-    chosen = yours["layout"]
+    if (chosen := yours["layout"]) is None:
+        yield f"The layout of your file does not fit these GPUs: {'; '.join(yours['misfits'])}"
+        return
     misfit = "" if yours["fits"] else ", and does not fit"
     yield f"Yours, {chosen['name']}: {_describe_speed(document, chosen)}, {chosen['step_time_s']:.3f} s a step{misfit}"
     yield f"  Against 1 it is {document['_yours_difference']}."

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.base.errors import EXIT_CRASHED, EXIT_DONE, EXIT_NON_FINITE, EXIT_REFUSED, EXIT_STOPPED, InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.base.interpreter import run_module
+from dtlayout.base.signals import STOPPED_EARLY
 from dtlayout.commands.arguments import add_config
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
@@ -108,16 +109,24 @@ def _interrupt(error: type[Exception]) -> Callable[..., None]:
     def handle(*_: Any) -> None:
         nonlocal is_second
         if is_second:
-            for child in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-                for pid in map(int, child.read_text().split()):
-                    with suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)
+            for pid in _list_children():
+                with suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
             raise error("killed", signal.SIGKILL)
         is_second = True
+        if not _list_children():  # no rank is there that could say it
+            print(STOPPED_EARLY, file=sys.stderr)
+            raise error("stopped", signal.SIGTERM)
         print("Ctrl-C again kills the ranks, and loses the steps since the last checkpoint", file=sys.stderr)
         raise error("stopped", signal.SIGTERM)
 
     return handle
+
+
+def _list_children() -> list[int]:
+    """Processes that this one has started, on Linux."""
+    files = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
 
 
 def _describe_failure(error: "ChildFailedError") -> int:

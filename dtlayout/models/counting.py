@@ -6,7 +6,7 @@ h hidden, q width of all query heads, V vocabulary, L layers, s sequence.
 from collections.abc import Callable
 
 from dtlayout.models.families import describe
-from dtlayout.models.operations import SelfAttention
+from dtlayout.models.operations import SelfAttention, Weight
 from dtlayout.spec.model_shape import ModelShape
 
 FROZEN_FLOPS = "4 FLOPs a token for a frozen parameter, not 6"
@@ -34,6 +34,23 @@ def count_parameters(model: ModelShape) -> int:
     return _count_whole(model, count_block_parameters)
 
 
+def count_trained_parameters(model: ModelShape) -> int:
+    """Parameters that are trained, a tied head counted once: beside a frozen model those of its adapter."""
+    return _count_whole(model, _count_trained_block, lambda weight: weight.trains)
+
+
+def describe_parameters(model: ModelShape) -> str:
+    """Number of parameters in words, and how many of them are trained where that is not all.
+
+    >>> from dtlayout.models.presets import PRESETS
+    >>> describe_parameters(PRESETS["llama-7b"])
+    '6,738,415,616 parameters'
+    """
+    total, trained = count_parameters(model), count_trained_parameters(model)
+    share = f" ({trained:,} trained, {trained / total:.2%})" if trained < total else ""
+    return f"{total:,} parameters{share}"
+
+
 def count_active_parameters(model: ModelShape) -> int:
     """Parameters that compute a token: all but those of experts that are not chosen for it."""
     return _count_whole(model, count_active_block_parameters)
@@ -52,11 +69,17 @@ def _count_active_frozen(model: ModelShape) -> int:
     return sum(round(share * sum(weight.numel for weight in weights)) for share, weights in frozen)
 
 
-def _count_whole(model: ModelShape, count_block: Callable[[ModelShape], int]) -> int:
+def _count_trained_block(model: ModelShape) -> int:
+    return sum(weight.numel for weight in describe(model).block_weights if weight.trains)
+
+
+def _count_whole(
+    model: ModelShape, count_block: Callable[[ModelShape], int], counts: Callable[[Weight], bool] = lambda _: True
+) -> int:
     described = describe(model)
     ends = [*described.before_blocks, *described.after_blocks, *[described.head] * (not model.tied_embeddings)]
     blocks = sum(n * count_block(kind) for kind, n in model.kinds(range(model.num_layers)))
-    return blocks + sum(weight.numel for weight in ends)
+    return blocks + sum(weight.numel for weight in ends if counts(weight))
 
 
 def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:

@@ -5,7 +5,7 @@ A run is a folder with metrics.jsonl, done or going on. What is noisy is drawn p
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,8 @@ _MOST_VECTORS = 2000
 """Number of points from which on a noisy line is drawn as pixels."""
 _MOST_NAMED = 3
 """Most runs that a title names."""
+_MARKERS = "os^DvPX"
+"""Markers that tell the validation curves of a run apart, which have its colour."""
 _DESK, _PHONE = (9.0, 3.6), (4.2, 3.2)
 """Inches of a picture for a page on a desk, and for one of 400 pixels."""
 _TAIL = 10
@@ -46,7 +48,9 @@ class RunCurves:
     layout: str
     """Layout of the last step, in words; "" if that is not known."""
     lines: list[dict[str, Any]]
-    """Lines of metrics.jsonl, in the order of their steps."""
+    """Lines of metrics.jsonl from step 1 on, in the order of their steps."""
+    start: Mapping[str, Any] = field(default_factory=dict)
+    """Line of step 0, which has validation losses alone; empty where none were measured before the first step."""
     num_torn: int
     """Lines of metrics.jsonl that cannot be read."""
 
@@ -54,6 +58,23 @@ class RunCurves:
         """Steps, and a number of StepMetrics at each of those that have it."""
         found = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
         return [step for step, _ in found], [value for _, value in found]
+
+    def list_validation(self) -> list[tuple[str, list[int], list[float]]]:
+        """Name, steps and losses of each validation curve; the name of the run's own one, without a named set, is "".
+
+        The run's own loss is left out where it is that of a named set all along.
+        """
+        lines = [self.start, *self.lines] if self.start else self.lines
+        own, named = dict[int, float](), dict[str, dict[int, float]]()
+        for line in lines:
+            if _is_number(line.get("validation_loss")):
+                own[line["step"]] = line["validation_loss"]
+            sets = line.get("validation_losses")
+            for name, each in sets.items() if isinstance(sets, dict) else ():
+                if _is_number(each):
+                    named.setdefault(name, {})[line["step"]] = each
+        curves = named if own in named.values() else {"": own, **named}
+        return [(name, [*curve], [*curve.values()]) for name, curve in curves.items() if curve]
 
     @property
     def resumes(self) -> list[int]:
@@ -68,9 +89,10 @@ class RunCurves:
         if len(groups) < 2:
             return [self]
         outcomes = ["resumed"] * (len(groups) - 1) + [self.outcome]
+        starts = [self.start, *({} for _ in outcomes[1:])]
         return [
-            replace(self, outcome=outcome, layout=str(layout), lines=lines)
-            for outcome, (layout, lines) in zip(outcomes, groups, strict=True)
+            replace(self, outcome=outcome, layout=str(layout), lines=lines, start=start)
+            for outcome, start, (layout, lines) in zip(outcomes, starts, groups, strict=True)
         ]
 
 
@@ -89,7 +111,7 @@ def _read_run(folder: Path, name: str) -> RunCurves:
     metrics, config = folder / "metrics.jsonl", folder / "config.toml"
     if not metrics.is_file() and not config.is_file():
         raise DtlayoutError(f"{folder} is no run: it has neither metrics.jsonl nor config.toml")
-    lines, num_torn = {}, 0
+    lines, start, num_torn = dict[int, dict[str, Any]](), dict[str, Any](), 0
     try:
         text = metrics.read_text(encoding="utf-8", errors="replace") if metrics.is_file() else ""
     except OSError as error:
@@ -103,8 +125,10 @@ def _read_run(folder: Path, name: str) -> RunCurves:
             is_torn = True
         if is_torn:
             num_torn += 1
-        elif step > 0:  # that of step 0 has validation losses alone
+        elif step > 0:
             lines[step] = line
+        else:
+            start = line
     try:
         found = load_config(config).layout
         layout = str(found.resolve(found.smallest_world_size))
@@ -113,7 +137,8 @@ def _read_run(folder: Path, name: str) -> RunCurves:
     in_order = [lines[step] for step in sorted(lines)]
     return RunCurves(
         name=name, outcome=str(read_summary(folder).get("outcome", "")),
-        layout=str((in_order[-1].get("layout") if in_order else "") or layout), lines=in_order, num_torn=num_torn,
+        layout=str((in_order[-1].get("layout") if in_order else "") or layout), lines=in_order, start=start,
+        num_torn=num_torn,
     )  # fmt: skip
 
 
@@ -225,11 +250,10 @@ class Curves:
         figure, axes = self._begin("nats per token")
         for colour, run in self._coloured():
             self._draw_mean(axes, *run.read("loss"), colour, run.name)
-            steps, losses = run.read("validation_loss")
-            if steps:
+            for i, (name, steps, losses) in enumerate(run.list_validation()):
                 axes.plot(
-                    steps, losses, color=colour, marker="o", markersize=4, linewidth=1, linestyle=(0, (4, 2)),
-                    markerfacecolor="white", label=f"{run.name}, validation",
+                    steps, losses, color=colour, marker=_MARKERS[i % len(_MARKERS)], markersize=4, linewidth=1,
+                    linestyle=(0, (4, 2)), markerfacecolor="white", label=f"{run.name}, validation {name}".rstrip(),
                 )  # fmt: skip
         return _end(figure)
 
@@ -335,7 +359,7 @@ def _list_times(lines: Sequence[Mapping[str, Any]], tokens: float) -> list[float
 def _describe(run: RunCurves, is_part: bool) -> dict[str, str]:
     """Column → cell of a run, or of a part of one, which names its first step too."""
     losses, mfu, peaks = (run.read(key)[1] for key in ("loss", "mfu", "peak_memory_bytes"))
-    validation = Validation.of(run.lines)
+    validation = Validation.of([run.start, *run.lines])
     tokens = count_tokens_per_step(run.lines)
     step_time_s, _ = time_steps(_list_times(run.lines, tokens))
     steps = f"{run.lines[0]['step']:,} to " * is_part + f"{run.lines[-1]['step']:,}"

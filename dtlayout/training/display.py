@@ -31,6 +31,8 @@ class Display:
         self.time_left = TimeLeft(num_steps, clock)
         self.widths: dict[tuple[str, str], int] = {}
         self.unsaid_peak: int | None = None
+        self._unsaid: tuple[int, list[Number]] | None = None
+        """Number of the newest step and the cells of its line, as long as that was not printed."""
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -73,15 +75,21 @@ class Display:
             speed.append(Number("", format_duration(left_s), "left"))
         self.progress.update(self.task, completed=metrics.step, numbers="  ".join(map(str, [*numbers, *speed])))
         self.unsaid_peak = metrics.peak_memory_bytes or self.unsaid_peak
-        is_due = metrics.step in (1, self.num_steps) or metrics.step % self.log_every == 0
-        if not self.console.is_terminal and is_due:
-            cells = [*numbers, *details, *speed]
-            if self.unsaid_peak is not None:
-                cells.append(Number("peak", format_bytes(self.unsaid_peak)))
-                self.unsaid_peak = None
-            self.say("  ".join([self._name(metrics.step), *map(self._align, cells)]))
+        self._unsaid = metrics.step, [*numbers, *details, *speed]
+        if metrics.step in (1, self.num_steps) or metrics.step % self.log_every == 0:
+            self.show_last()
         if metrics.validation_loss is not None:
             self.show_validation(metrics.step, metrics.validation_loss, metrics.validation_losses or {})
+
+    def show_last(self) -> None:
+        """Print the line of the newest step, where it has none yet: a run may end with a step that none was due for."""
+        if self._unsaid is None or self.console.is_terminal:
+            return
+        (step, cells), self._unsaid = self._unsaid, None
+        if self.unsaid_peak is not None:
+            cells = [*cells, Number("peak", format_bytes(self.unsaid_peak))]
+            self.unsaid_peak = None
+        self.say("  ".join([self._name(step), *map(self._align, cells)]))
 
     def show_validation(self, step: int, loss: float, named: Mapping[str, float]) -> None:
         """Print the validation losses after a step: that of the run, and those of named sets."""

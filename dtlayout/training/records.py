@@ -20,7 +20,7 @@ from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.samples import Samples
 from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
-from dtlayout.models.counting import count_parameters
+from dtlayout.models.counting import count_parameters, describe_parameters
 from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_adapter_notes
 from dtlayout.models.traced import FAMILY
@@ -120,7 +120,7 @@ class Records(Observer):
         """
         model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
-            f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
+            f"{model.name}: {describe_parameters(model)} in {self.config.precision.compute} on "
             f"{self.layout.world_size} x {self.device.name} as {self.layout}\n"
             f"{plural(trainer.assembly.schedule.num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
@@ -256,6 +256,7 @@ class Records(Observer):
         """Write summary.json and print the table at the end of a run that has done so many steps."""
         if not self.is_writer:
             return
+        self.display.show_last()
         lines = self._metrics.read_all()
         losses = [line["loss"] for line in lines if line["step"] > 0]
         imbalances = [each for line in lines if (each := line.get("expert_imbalance")) is not None]

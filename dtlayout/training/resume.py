@@ -12,11 +12,15 @@ from dtlayout.training.optimizer import LearningRate
 from dtlayout.training.position import find_seen, note_seen
 from dtlayout.training.trainer import Trainer
 
+_LAYOUT = "layout"
+"""Key of a checkpoint's `origin` with the layout that saved it, in words."""
+
 
 def save(trainer: Trainer, checkpoints: Checkpoints, done: int, folder: str, *, is_last: bool) -> None:
     """Save the state after `done` steps into RUN/`folder`; CheckpointError if the `is_last` is not saved."""
     seen = trainer.count_seen(done)
     origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen)}
+    origin |= {_LAYOUT: str(trainer.layout)}
     origin |= trainer.base.note() if trainer.base else {}
     origin |= {"learning_rate": asdict(trainer.learning_rate), "spikes": trainer.spikes.to_dict()}
     origin |= {"loss_scale": trainer.loss_scale.to_dict()} if trainer.loss_scale else {}
@@ -36,6 +40,9 @@ def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None
     if trainer.loss_scale:
         trainer.loss_scale.restore(origin.get("loss_scale", {}))
     set_updates(trainer.optimizer, done - trainer.spikes.num_left_out)
+    layout = str(trainer.layout)
+    if (old := origin.get(_LAYOUT, layout)) != layout:
+        say(f"note: the layout was {old} when this was saved and is {layout}: each rank has another part of the state")
     saved, num_steps = origin.get("learning_rate", {}), config.train.steps
     trainer.learning_rate = LearningRate.of(config.optimizer, num_steps, saved)
     for line in trainer.learning_rate.describe_resume(saved, done, num_steps):

@@ -167,6 +167,45 @@ def test_a_search_refuses_degrees_as_keywords_and_asks_for_the_number_of_gpus():
         dl.dry_run(SIZES, **JOB, steps=-1)
 
 
+def test_layouts_stand_side_by_side_with_what_each_costs(tmp_path):
+    first = dl.predict(SIZES, "tp2 mb1", **JOB)
+    found = dl.compare(first, "pp2·tp2 mb2", dl.Layout(dp_shard=8), dl.recommend(SIZES, **JOB, top=1))
+    assert [each.layout.world_size for each in found.layouts] == [8] * 4
+    assert found.layouts[0] is first and found.layouts[1].layout.dp_shard == 2
+    assert found.layouts[2].step_time_s == dl.predict(SIZES, dl.Layout(dp_shard=8), **JOB).step_time_s
+    second = found.to_dict()["layouts"][1]
+    times = found.layouts[1].time_s
+    assert second["bubble"] == times["bubble"] / second["step_time_s"] > 0
+    assert second["exposed_communication"] == sum(times[each] for each in ("tp", "pp", "dp")) / second["step_time_s"]
+    text = str(found)
+    assert text.startswith("own on 8 x h100-80g-sxm, 4 layouts\n  1  dp4·tp2+sp mb1 zero1, ")
+    for name in ("step, s", "tokens/s/GPU", "MFU", "peak memory", "bubble", "exposed communication"):
+        assert f"\n{name} " in text
+    assert f" {second['step_time_s']:.3f} (" in text and len(found.plot().axes) == 2
+    page = found._repr_html_()
+    assert page.startswith('<div class="dtlayout">') and "exposed communication</" in page and "side by side" in page
+    on_cpu = dl.predict("debug", gpu="cpu", gpus=2, seq_len=64, global_batch=4)
+    unknown = dl.compare(on_cpu, "tp2")
+    assert unknown.to_dict()["layouts"][1]["bubble"] is None and "no step time" in str(unknown)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda first: (first,), "compare takes two layouts or more"),
+        (lambda first: ("tp2", first), "tp2 has no job: give a prediction first"),
+        (lambda first: (first, 3), "compare takes predictions and layouts, and 3 is a int"),
+        (lambda first: (first, dl.Layout()), "1 rank mb1 zero1 is for 1 GPUs, and the job has 8"),
+        (lambda first: (first, "tp16"), "tp16+sp mb1 zero1 is for 16 GPUs, and the job has 8"),
+        (lambda first: (first, "attention=quick"), "attention"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(asked, said):
+    with pytest.raises((InvalidConfig, InvalidLayout)) as refused:
+        dl.compare(*asked(dl.predict(SIZES, **JOB)))
+    assert said in str(refused.value)
+
+
 def test_a_search_writes_the_best_layout(tmp_path):
     dl.recommend(SIZES, **JOB, emit=tmp_path / "best.toml")
     assert "# Run it: dtlayout train best.toml --ranks 8" in (tmp_path / "best.toml").read_text()

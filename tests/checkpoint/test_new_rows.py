@@ -110,6 +110,7 @@ def test_tokens_that_were_added_to_the_tokenizer_have_rows_and_a_resume_keeps_th
     exported = AutoModelForCausalLM.from_pretrained(place / "hf")
     assert exported.get_input_embeddings().weight.shape[0] == num_ids == exported.config.vocab_size
     run("new", 1, folder, "--layout.tp=1", "--train.steps=2", *still)
+    assert "note: the layout was tp2+sp mb2 zero1 when this was saved and is " in run.log.read_text()
     assert (shape := read_model(find_checkpoint(place))).vocab_size == num_ids + 1 and shape.unused_rows == 1
     assert read(place / "hf")[ENDS[0]].shape[0] == num_ids
 
@@ -129,6 +130,24 @@ def test_rows_are_decided_by_tokenizer_and_tp_and_not_where_the_config_says_them
     small = save_llama(tmp_path / "small", 200)
     assert sizes(f"--train.init_from={small}", "--layout.tp=2") == (200, 0)  # no tokenizer is named
     assert sizes(f"--train.init_from={small}", "--data.tokenizer=bytes", "--layout.tp=2") == (258, 1)
+
+
+def test_check_says_new_rows_and_how_much_an_adapter_trains(run, tmp_path, capsys):
+    folder = save_words(tmp_path / "words", ["</s>"])
+    num_ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    save_llama(folder, num_ids - 3 - num_ids % 2)
+    asked = [str(run.config), f"--train.init_from={folder}", f"--train.run_folder={tmp_path / 'none'}", "--world", "2"]
+    capsys.readouterr()
+    assert main(["check", *asked, "--layout.tp=2"]) == 0
+    said = capsys.readouterr().out
+    first = f"note: {folder} has {num_ids - 3 - num_ids % 2} rows of embedding and head: {3 + num_ids % 2} for more"
+    assert first in said and ("are no tokens, so that tp divides them" in said) == bool(num_ids % 2)
+    assert " trained, " not in said
+    save_llama(folder, num_ids)
+    assert main(["check", *asked, "--adapter.rank=2", "--adapter.targets=['q_proj']"]) == 0
+    trained, width = 2 * 2 * (32 + 32), 32  # two blocks, two matrices of rank 2
+    total = 2 * num_ids * width + 2 * (4 * width**2 + 3 * width * 48 + 2 * width) + width + trained
+    assert f"{total:,} parameters ({trained:,} trained, {trained / total:.2%})\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("loss", ["eager", "chunked", "linear"])

@@ -83,6 +83,26 @@ def test_without_options_there_is_a_page_here_and_with_png_alone_there_is_none(t
     assert "<h1>run</h1>" in Path("plot.html").read_text()
 
 
+def test_validation_before_the_first_step_and_of_named_sets_is_drawn_each_with_its_name(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 3)
+    start = {"step": 0, "loss": None, "validation_loss": 9.0, "validation_losses": {"code": 9.0, "prose": 8.0}}
+    third = asdict(metrics(3)) | {"validation_loss": 4.0, "validation_losses": {"code": 4.0, "prose": 5.0}}
+    lines = [json.dumps(asdict(metrics(step))) for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(start), *lines, json.dumps(third)]) + "\n")
+    (found,) = read_runs([run])
+    assert found.list_validation() == [("code", [0, 3], [9.0, 4.0]), ("prose", [0, 3], [8.0, 5.0])]
+    assert [line["step"] for line in found.lines] == [1, 2, 3]
+    ((_, _, figure), *_) = Curves([found]).draw()
+    _, labels = figure.axes[0].get_legend_handles_labels()
+    assert labels == ["run", "run, validation code", "run, validation prose"]
+    row = answer(capsys, run)["runs"][0]
+    assert (row["validation"], row["best"], row["loss"]) == ("4.0000", "4.0000", f"{2 + (3 + 1.5 + 1) / 3:.4f}")
+    third["validation_loss"] = 4.5  # of the run's own source, beside the sets
+    (run / "metrics.jsonl").write_text(json.dumps(start) + "\n" + json.dumps(third) + "\n")
+    names = [name for name, *_ in read_runs([run])[0].list_validation()]
+    assert names == ["", "code", "prose"]
+
+
 def test_a_quantity_that_nobody_measured_has_no_picture_and_no_column(tmp_path, capsys):
     found = answer(capsys, write_run(tmp_path / "run", 1), "--png", "pictures")
     assert found["files"] == [f"pictures/{name}.png" for name in ("loss", "grad_norm", "lr", "speed")]

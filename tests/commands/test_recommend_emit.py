@@ -1,8 +1,12 @@
 """dtlayout recommend --emit: configs that train what was recommended, for our trainer and for other programs."""
 
+import contextlib
+import io
 import json
 
 import pytest
+from hf_models import SIZES
+from real_folders import save_words
 from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 
 from dtlayout.base import files
@@ -11,6 +15,68 @@ from dtlayout.cli import main
 from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import load_config
 from dtlayout.models.presets import PRESETS
+
+FOLDER = ["--gpu", "cpu", "--gpus", "2", "--seq-len", "64", "--global-batch", "8", "--top", "1"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A function that saves a Llama with weights and a tokenizer of 337 ids, and gives its folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def save(name, vocab_size=337):
+        folder = tmp_path_factory.mktemp("hf") / name
+        torch.manual_seed(0)
+        with contextlib.redirect_stderr(io.StringIO()):  # where its progress is shown
+            LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": vocab_size})).save_pretrained(folder)
+        return save_words(folder, ["</s>"], tuple(f"w{i}" for i in range(337 - 1 - 143)))
+
+    return save
+
+
+def test_what_is_emitted_for_a_folder_trains_it_further(capsys, tmp_path, llama):
+    folder, path = llama("mine"), tmp_path / "further.toml"
+    document = ask(capsys, "--model", str(folder), *FOLDER, "--fix", "tp=2", "--emit", str(path))
+    config = load_config(path)
+    assert (config.train.init_from, config.data.tokenizer) == (str(folder), str(folder))
+    assert (config.model.name, config.model.num_layers) == ("mine", 4)
+    assert (config.model.vocab_size, config.model.unused_rows) == (338, 1)
+    assert check_layout(config, 2).tp == 2
+    assert f'[model]\nname = "{folder}"\n\n' in path.read_text()
+    (said,) = [remark for remark in document["remarks"] if "tp divides" in remark]
+    assert said.startswith("Not every tp divides 337 rows of the vocabulary, so predictions are with 338. A run ")
+    assert said.endswith("for its own tp: with tp=2 it has 338, of which 1 are no tokens.")
+    ask(capsys, "--model", str(folder / "config.json"), *FOLDER, "--vocab", "340", "--emit", str(path))
+    config = load_config(path)
+    assert (config.train.init_from, config.model.vocab_size, config.model.unused_rows) == (str(folder), 340, 0)
+
+
+def test_tokens_that_only_the_tokenizer_has_are_rows_of_the_prediction_too(capsys, llama):
+    document = ask(capsys, "--model", str(llama("added", 300)), *FOLDER, "--fix", "tp=1")
+    assert document["scenario"]["model"]["vocab_size"] == 337 and not document["scenario"]["model"]["unused_rows"]
+
+
+def test_a_folder_without_weights_is_emitted_with_sizes_and_its_tokenizer(capsys, tmp_path, llama):
+    folder, path = llama("bare"), tmp_path / "bare.toml"
+    (folder / "model.safetensors").unlink()
+    ask(capsys, "--model", str(folder), *FOLDER, "--fix", "tp=2", "--emit", str(path))
+    config = load_config(path)
+    assert (config.train.init_from, config.data.tokenizer) == ("", str(folder))
+    assert (config.model.vocab_size, config.model.unused_rows, check_layout(config, 2).tp) == (338, 1, 2)
+    ask(capsys, "--model", str(folder), *FOLDER, "--fix", "tp=1", "--emit", str(path))
+    assert load_config(path).model.vocab_size == 337
+
+
+def test_weights_that_cannot_be_taken_are_not_and_the_config_says_why(capsys, tmp_path, llama):
+    folder, path = llama("torn"), tmp_path / "torn.toml"
+    (folder / "model.safetensors").write_bytes(b"not one")
+    ask(capsys, "--model", str(folder), *FOLDER, "--emit", str(path))
+    assert load_config(path).train.init_from == ""
+    assert f"# It starts from random weights, not from those of {folder}: train.init_from=" in path.read_text()
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    ask(capsys, "--model", str(folder), *FOLDER, "--emit", str(path))
+    assert "its tokenizer has another form than tokenizer.json" in path.read_text()
 
 
 @pytest.mark.parametrize("extra", [[], ["--fix", "pp=2"], ["--engine", "aa-scaling", "--fix", "pp=4"]])
@@ -164,6 +230,29 @@ every = 7
     assert (after.batch.global_batch, after.layout.tp, after.precision.compute) == (16, 1, "float32")
     assert after.train.run_folder == "runs/best" and "those of the file that --like names" in path.read_text()
     assert "python-stdlib" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "problem"),
+    [
+        ("tp = 2\ndp_shard = 1", 4, "world size 4 does not fit the layout: tp=2 needs 2 ranks"),
+        ("tp = 2", 3, "world size 3 does not fit the layout: tp=2 needs a multiple of 2 ranks"),
+        ("micro_batch = 4", 4, "global_batch=8"),
+    ],
+)
+def test_a_config_like_which_another_is_wanted_need_not_fit_the_gpus(capsys, tmp_path, layout, gpus, problem):
+    mine, path = tmp_path / "mine.toml", tmp_path / "best.toml"
+    text = f'[model]\nname = "debug"\n[batch]\nglobal_batch = {gpus * 2}\nseq_len = 64\n[layout]\n{layout}\n'
+    mine.write_text(f'{text}[data]\ntokenizer = "bytes"\n[train]\nsteps = 2\n')
+    asked = ["--like", str(mine), "--gpu", "cpu", "--gpus", str(gpus), "--top", "1"]
+    document = ask(capsys, *asked, "--emit", str(path))
+    assert document["yours"]["layout"] is None
+    assert any(problem in each for each in document["yours"]["misfits"])
+    assert check_layout(load_config(path), gpus).world_size == gpus
+    assert main(["recommend", *asked]) == 0
+    assert f"The layout of your file does not fit these GPUs: {document['yours']['misfits'][0]}" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_ranks_of_a_cpu_are_one_node_in_an_emitted_config(capsys, tmp_path):

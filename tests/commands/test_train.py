@@ -81,6 +81,37 @@ def test_ranks_answer_at_once_and_finish_their_step_at_ctrl_c(files):
     assert "Traceback" not in "\n".join(lines)
 
 
+WAITS = """
+import sys, time
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "dtlayout.config.checking" and "dtlayout.launch" in sys.orig_argv:
+            print("importing", flush=True)
+            time.sleep(120)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ctrl_c_while_ranks_still_import_ends_with_one_plain_line(files, tmp_path, ranks):
+    (tmp_path / "sitecustomize.py").write_text(WAITS)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", ranks, "--layout.dp_shard=-1"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if lines.count("importing") == int(ranks) and line == "importing\n":
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 3, lines
+    (said,) = [line for line in lines if not line.startswith(("starting ", "importing", "Ctrl-C again"))]
+    assert said == "stopped before the first step: all is as it was"
+
+
 @pytest.mark.parametrize(
     ("end", "exit_code", "said"),
     [

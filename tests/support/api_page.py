@@ -38,11 +38,11 @@ notebook each answer is shown as a page, and `found.plot()` is a figure: `exampl
 What is registered is known to commands, predictions, dry runs and training. [Adding](../project/adding.md) names the
 files for each, in order. `make docs-api` writes this page from the docstrings."""
 SECTIONS = {
-    "Questions": ["predict", "recommend", "explain", "dry_run"],
-    "Answers": ["PredictedLayout", "ExplainedLayout", "RecommendedLayouts", "DryRunRanks"],
+    "Questions": ["predict", "recommend", "explain", "dry_run", "compare"],
+    "Answers": ["PredictedLayout", "ExplainedLayout", "RecommendedLayouts", "DryRunRanks", "ComparedLayouts"],
     "Values": [
         "Layout", "Batch", "ModelShape", "Precision", "Kernels", "Recompute", "Optimizer", "RoleOptimizer", "Adapter",
-        "find_preset", "load_config", "describe_module",
+        "find_preset", "load_config", "describe_module", "DescribedModule",
     ],
     "Modules of your own": [
         "build_mesh", "Plan", "make_plan", "apply_plan", "pipeline", "train_step", "add_adapters", "apply_context",

@@ -24,7 +24,7 @@ def ask(capsys, *arguments):
     """The JSON document that answers."""
     assert main(["recommend", *arguments, "--json"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert printed.err == "", printed.err
     return json.loads(printed.out)
 
 

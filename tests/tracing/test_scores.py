@@ -9,11 +9,11 @@ from torch import nn
 from toys import TOYS, make_config
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.commands.trace import _list_operations
 from dtlayout.models.description import Description
 from dtlayout.models.operations import Activation, Norm
 from dtlayout.models.scores import NONE, ScoreBytes, SequenceScores, describe_scores, find_score_bytes
 from dtlayout.models.tape import PLAIN, join
+from dtlayout.models.trace_text import list_operations
 from dtlayout.models.traced import Trace, parse_trace
 from dtlayout.tracing.scores import MeasuredBlock, ScoreWatch, count_more, list_saved
 from dtlayout.tracing.trace import trace_config
@@ -93,9 +93,9 @@ def test_lengths_and_formats_choose_what_was_measured():
 
 
 def test_a_trace_says_what_scores_in_memory_cost(traces):
-    lines = "\n".join(_list_operations(traces["gemma2"].kinds[0]))
+    lines = "\n".join(what for _, what in list_operations(traces["gemma2"].kinds[0]))
     assert "its scores are in memory: 10 bytes kept for each score of a head in bf16, 16 at the fullest" in lines
-    assert "in memory" not in "\n".join(_list_operations(traces["llama"].kinds[0]))
+    assert "in memory" not in "\n".join(what for _, what in list_operations(traces["llama"].kinds[0]))
     assert describe_scores(traces["mistral"].kinds[0].attention.scores) == ""
 
 

@@ -1,6 +1,7 @@
 """What a model computes is read off its own code: parameters, kinds of blocks, and what tp cannot split."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from transformers.core_model_loading import PrefixChange, WeightRenaming
 from dtlayout import predict
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.models.counting import count_parameters
+from dtlayout.models.counting import count_model_flops_per_token, count_parameters
 from dtlayout.models.description import Description
+from dtlayout.models.files import find_model
 from dtlayout.models.operations import ATTENDED, Linear, SelfAttention
 from dtlayout.models.traced import VERSION, Trace, find_stored_name, parse_trace, read_trace
 from dtlayout.models.weights import list_stored, list_weights
@@ -283,6 +285,39 @@ def test_a_module_of_ones_own_is_described_and_planned(tmp_path, capsys):
     scenario = ["--gpu", "h100-80g-sxm", "--gpus", "8", "--seq-len", "16", "--global-batch", "64", "--top", "1"]
     assert main(["recommend", "--model", str(file), *scenario]) == 0
     assert "own, " in capsys.readouterr().out
+
+
+def test_a_module_of_ones_own_shows_its_blocks_and_what_is_not_split_and_so_does_its_file(tmp_path, capsys):
+    import dtlayout as dl
+
+    own, file, inputs = Own(), tmp_path / "own.json", {"words": torch.zeros(2, 12, dtype=torch.long)}
+    found = dl.describe_module(own, inputs, file)
+    shape = find_model(str(file))
+    assert found == shape == found and hash(found) == hash(shape) and found != replace(shape, name="other")
+    assert dl.predict(found, "dp4 zero3", gpu="H100", gpus=4, seq_len=64, global_batch=8).fits
+    assert main(["trace", str(file)]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    total = sum(each.numel() for each in own.parameters())
+    assert first == f"own: {total:,} parameters, 3 blocks of 1 kind" and last == f"read from {file}"
+    attention = next(line for line in lines if line.startswith("  attention "))
+    assert "4 heads, 4 of keys and values, 8 wide" in attention
+    assert "not trained: it is a module of one's own, which train.py does not build" in lines
+    flops = count_model_flops_per_token(shape, 4096) / 1e9
+    assert repr(found).splitlines()[:2] == [
+        first,
+        f"{flops:.3g} GFLOPs a token, forward and backward, in a sequence of 4,096",
+    ]
+    assert set(lines) <= set(repr(found).splitlines())
+    page = found._repr_html_()
+    assert (
+        page.startswith('<div class="dtlayout">')
+        and "4 heads, 4 of keys and values" in page
+        and "not trained: " in page
+    )
+    assert main(["trace", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["file"] == str(file)
+    assert main(["trace", str(file), "--output", str(tmp_path / "again.json")]) == 2
+    assert "it is a trace already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,19 @@ def test_a_log_has_a_line_for_the_first_step_the_last_and_every_nth_between():
     assert lines[1] == "step 10/25  loss 2.5000  grad_norm 0.125  lr 3.00e-04  1.000 s  12,345 tok/s  0:15 left"
 
 
+def test_the_last_step_of_a_run_that_ends_early_has_a_line_too_and_only_one():
+    written = io.StringIO()
+    with Display(Console(file=written, width=200), 25, 10) as display:
+        display.show_last()
+        for step in range(1, 14):
+            display.show(metrics(step))
+        display.show_last()
+        display.show_last()
+    lines = written.getvalue().splitlines()
+    assert [int(re.findall(r"\d+", line)[0]) for line in lines] == [1, 10, 13]
+    assert "1.000 s  12,345 tok/s" in lines[-1]
+
+
 def test_mfu_is_shown_where_it_is_known():
     for mfu, text in ((0.705, "  MFU 70.5%"), (1.42, "  MFU 142.0%")):
         assert text in shown([metrics(1, mfu=mfu)], num_steps=1, log_every=1)

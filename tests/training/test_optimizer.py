@@ -96,6 +96,10 @@ def test_a_learning_rate_that_the_config_changes_counts_and_is_said_beside_the_o
         "optimizer.lr was 1.0 and is 2.0, optimizer.decay_steps was 100 and is 200: the learning rate of step 101 is "
         "1.09e+00, and was going to be 1.00e-01"
     ]
+    longer = LearningRate.of(AdamW(lr=2.0, min_lr_ratio=0.1), 200, saved)
+    rate, length = longer.describe_resume(saved, 100, 200)
+    assert rate.startswith("optimizer.lr was 1.0 and is 2.0: the learning rate of step 101 is 2.00e-01, and was going")
+    assert length.startswith("the learning rate falls over 100 steps, as when this run began, to 2.00e-01")
 
 
 def test_a_checkpoint_that_says_nothing_of_the_learning_rate_changes_nothing():

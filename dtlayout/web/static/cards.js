@@ -61,6 +61,10 @@ function card(each, i, {hasTime, names, parts, isOpen, open, emit}) {
 }
 
 function showYours(yours, best, patch) {
+  if (!yours.layout) {
+    return make('div', {class: 'yours'},
+      make('p', {class: 'lead'}, `The layout of your file does not fit these GPUs: ${yours.misfits.join('; ')}.`));
+  }
   const slower = yours.slower_than_best;
   const beside = Math.abs(slower) < .005 ? 'as fast as the best here' : slower > 0 ? `${percent(slower, 1)} slower than the best here` : `${percent(-slower, 1)} faster than the best here`;
   return make('div', {class: 'yours'},
