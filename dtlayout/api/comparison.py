@@ -4,14 +4,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtlayout.api.answers import Answer, PredictedLayout, RecommendedLayouts, make_memory_panel, make_time_panel
+from dtlayout.api.answers import (
+    Answer,
+    PredictedLayout,
+    RecommendedLayouts,
+    make_memory_panel,
+    make_time_panel,
+    to_prediction,
+)
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import align, format_bytes, three_digits
-from dtlayout.costmodel.estimate import estimate
-from dtlayout.costmodel.scenario import NO_TIME, Scenario, find_refusals
+from dtlayout.commands.case import Case
+from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.space import Space
-from dtlayout.planner.verdicts import parse_layout
+from dtlayout.planner.verdicts import find_problems, parse_layout
 from dtlayout.spec.layout import Layout
 
 _WAITS = ("tp", "pp", "dp")
@@ -61,7 +68,8 @@ class ComparedLayouts(Answer):
         yield self.title
         yield from (f"  {place}  {_name(each)}" for place, each in enumerate(self.layouts, 1))
         yield from ("", *align(self._rows()))
-        yield from [NO_TIME] * any(each.step_time_s is None for each in self.layouts)
+        if any(each.step_time_s is None for each in self.layouts):
+            yield NO_TIME
 
     def _parts(self) -> Iterator[str]:
         from dtlayout.report import html  # only now: it imports matplotlib
@@ -101,20 +109,15 @@ def compare(*layouts: PredictedLayout | RecommendedLayouts | Layout | str) -> Co
 
 def _predict(first: PredictedLayout, asked: Layout | str) -> PredictedLayout:
     """A layout, or some choices, for the job of another prediction."""
-    scenario, kernels = first.scenario, first.kernels
+    scenario, kernels, space = first.scenario, first.kernels, Space(first.scenario)
     choices = parse_choices(asked) if isinstance(asked, str) else {}
-    layout = asked if isinstance(asked, Layout) else parse_layout(Space(scenario), choices)[0]
+    layout = asked if isinstance(asked, Layout) else parse_layout(space, choices)[0]
     kernels = replace(kernels, **{name: value for name, value in choices.items() if hasattr(kernels, name)})
-    problems = _find_problems(scenario, layout) or find_refusals(scenario, layout, kernels)
-    if problems:
-        raise InvalidLayout(problems)
-    return PredictedLayout(scenario, estimate(scenario, layout, kernels))
-
-
-def _find_problems(scenario: Scenario, layout: Layout) -> list[str]:
     if layout.world_size != scenario.cluster.num_gpus:
-        return [f"{layout} is for {layout.world_size} GPUs, and the job has {scenario.cluster.num_gpus}"]
-    return layout.problems(scenario.model, scenario.batch)
+        raise InvalidLayout(f"{layout} is for {layout.world_size} GPUs, and the job has {scenario.cluster.num_gpus}")
+    if problems := find_problems(space, layout, kernels):
+        raise InvalidLayout(problems)
+    return to_prediction(Case(scenario, layout, kernels))
 
 
 def _name(side: PredictedLayout) -> str:

@@ -28,8 +28,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 STOPPED_EARLY = "stopped before the first step: all is as it was"
 """Line of a start that a signal has ended before it has trained."""
-_is_noted = False
-"""Whether `note_signals` has taken over; what a signal ends after it is no start any more."""
 
 
 class Stopped(Exception):
@@ -72,17 +70,21 @@ def end_at_once() -> None:
 
 
 def _end(*_: object) -> None:
-    if _is_noted:
-        return  # the run is over, and the process ends by itself
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(STOPPED_EARLY, file=sys.stderr, flush=True)
     os._exit(EXIT_STOPPED)
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing; unlike SIG_IGN, processes that are started do not inherit it."""
+
+
 @contextmanager
 def note_signals() -> Iterator[StopRequest]:
-    """A block in which these signals only set the request; at its end the earlier handlers come back."""
-    global _is_noted
+    """A block in which these signals only set the request; at its end the earlier handlers come back.
+
+    That of `end_at_once` does not, since the run is over then, and the process ends by itself.
+    """
     request = StopRequest()
 
     def note(*_: object) -> None:
@@ -94,13 +96,12 @@ def note_signals() -> Iterator[StopRequest]:
     listener.start()
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     handlers = {number: signal.signal(number, note) for number in SIGNALS}
-    _is_noted = True
     try:
         yield request
     finally:
         request.begin()
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, _ignore if handler is _end else handler)
         signal.set_wakeup_fd(before)
         theirs.close()
         listener.join()

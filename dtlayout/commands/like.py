@@ -6,7 +6,7 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import choose_world
-from dtlayout.commands.case import Case, find_misfits, find_other, make_scenario, read_case
+from dtlayout.commands.case import Case, find_misfits, find_other, make_case, make_scenario, read_other
 from dtlayout.commands.their_file import TheirFile, find_unsaid_kernels
 from dtlayout.config.loading import load_formats, load_plan, read_sections
 from dtlayout.costmodel.estimate import Estimate, estimate
@@ -64,11 +64,11 @@ def read_like(options: argparse.Namespace) -> Like:
     overrides = [*options.overrides, *overrides]
     found = find_other(options.like, asked)
     if found is not None:
-        case = read_case(options.like, overrides, asked)
+        case = read_other(found, options.like, overrides, asked)
         return Like(case.scenario, case, TheirFile(found, options.like, overrides, asked))
     sections, config = read_sections(options.like, overrides), load_plan(options.like, overrides)
+    formats = load_formats(options.like, overrides)
     if misfits := find_misfits(config, choose_world(config, asked.world)):
-        scenario = make_scenario(config, load_formats(options.like, overrides), asked)
-        return Like(scenario, None, None, sections, tuple(misfits))
-    case = read_case(options.like, overrides, asked)
+        return Like(make_scenario(config, formats, asked), None, None, sections, tuple(misfits))
+    case = make_case(config, formats, asked)
     return Like(case.scenario, case, None, sections)

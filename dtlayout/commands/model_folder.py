@@ -15,7 +15,6 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_path_problem
 from dtlayout.config.new_rows import add_rows
 from dtlayout.models.beside import CONFIG, TOKENIZER, has_other_tokenizer
-from dtlayout.models.presets import PRESETS
 from dtlayout.models.weights import check_init_from
 from dtlayout.spec.model_shape import ModelShape
 
@@ -31,12 +30,12 @@ class ModelFolder:
 
     @property
     def has_weights(self) -> bool:
-        """Whether any file of weights lies in the folder."""
+        """True if the folder has a file of weights."""
         return any(self.path.glob("*.safetensors"))
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the folder has a tokenizer that can be read here."""
+        """True if the folder has a tokenizer of the form that is read here."""
         return os.path.isfile(self.path / TOKENIZER)
 
     def fill_rows(self, model: ModelShape, num_gpus: int, fixed: Mapping[str, Any]) -> ModelShape:
@@ -76,9 +75,7 @@ class ModelFolder:
 
 
 def find_model_folder(text: str, vocab_size: int | None = None) -> ModelFolder | None:
-    """The folder that `--model` names, or whose config.json it names; None for a preset and for another file."""
-    if text in PRESETS:
-        return None
+    """The folder that a text names, or whose config.json it names; None for anything else."""
     try:
         path = expand(text).absolute()
     except InvalidConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dtlayout.base.files import check_own, check_writable, expand, parse_json
 from dtlayout.models.files import read_config, trace_model
 from dtlayout.models.trace_text import describe_trace
-from dtlayout.models.traced import MARK, Trace, is_trace, read_trace
+from dtlayout.models.traced import MARK, Trace, is_trace, parse_trace, read_trace
 
 EXAMPLE = "dtlayout trace path/to/config.json --output model.json"
 
@@ -41,9 +41,10 @@ def _find_trace(text: str) -> Trace | None:
     if not text.endswith(".json") or not os.path.isfile(path := expand(text)):
         return None
     try:
-        return read_trace(str(path.absolute())) if is_trace(parse_json(path.read_text(encoding="utf-8"))) else None
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # which is said where the config is read
+    return parse_trace(content, str(path.absolute())) if is_trace(content) else None
 
 
 def _show(options: argparse.Namespace, trace: Trace, path: Path, how: str) -> int:

@@ -25,7 +25,7 @@ def describe_sizes(trace: Trace) -> str:
     shape = trace.shape
     parameters, active = count_parameters(shape), count_active_parameters(shape)
     computing = f", {active:,} of them for a token" if active != parameters else ""
-    library = f", by transformers {trace.library}" * bool(trace.config)
+    library = f", by transformers {trace.library}" if trace.config else ""
     return (
         f"{shape.name}: {parameters:,} parameters{computing}, {plural(shape.num_layers, 'block')} of "
         f"{plural(len(trace.kinds), 'kind')}{library}"

@@ -168,16 +168,17 @@ class LearningRate:
         before = type(self)(**saved)
         now = asdict(self)
         changes = [f"optimizer.{name} was {old} and is {now[name]}" for name, old in saved.items() if old != now[name]]
-        lines = [
-            f"{', '.join(changes)}: the learning rate of step {done + 1} is {self.at(done):.2e}, and was going to be "
-            f"{before.at(done):.2e}"
-        ] * bool(changes)
-        if self.decay_steps == num_steps or self.decay_steps != before.decay_steps:
-            return lines
-        longer = type(self)(**{**asdict(self), "decay_steps": num_steps})
-        return [
-            *lines,
-            f"the learning rate falls over {plural(self.decay_steps, 'step')}, as when this run began, to "
-            f"{self.at(num_steps):.2e}: that of step {done + 1} is {self.at(done):.2e}; with "
-            f"optimizer.decay_steps={num_steps} it would be {longer.at(done):.2e}",
-        ]
+        notes = []
+        if changes:
+            notes.append(
+                f"{', '.join(changes)}: the learning rate of step {done + 1} is {self.at(done):.2e}, and was going to "
+                f"be {before.at(done):.2e}"
+            )
+        if before.decay_steps == self.decay_steps != num_steps:
+            longer = type(self)(**{**asdict(self), "decay_steps": num_steps})
+            notes.append(
+                f"the learning rate falls over {plural(self.decay_steps, 'step')}, as when this run began, to "
+                f"{self.at(num_steps):.2e}: that of step {done + 1} is {self.at(done):.2e}; with "
+                f"optimizer.decay_steps={num_steps} it would be {longer.at(done):.2e}"
+            )
+        return notes

@@ -82,13 +82,13 @@ def test_ranks_answer_at_once_and_finish_their_step_at_ctrl_c(files):
 
 
 WAITS = """
-import sys, time
+import sys, threading
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == "dtlayout.config.checking" and "dtlayout.launch" in sys.orig_argv:
             print("importing", flush=True)
-            time.sleep(120)
+            threading.Event().wait(120)
 sys.meta_path.insert(0, Finder)
 """
 
