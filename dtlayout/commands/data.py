@@ -1,7 +1,9 @@
 """dtlayout data: a training sample as text with its targets marked, or the samples that a run has noted."""
 
 import argparse
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +15,10 @@ from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config, load_plan
 
 if TYPE_CHECKING:
-    from dtlayout.data.samples import Samples
+    from dtlayout.data.beginnings import Beginnings
 
 EXAMPLE = "dtlayout data show configs/debug.toml --sample 3"
+_NOT_PREPARED = "run dtlayout prepare first"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +64,19 @@ def _show_sample(options: argparse.Namespace) -> int:
     config = load_plan(options.config, options.overrides)
     check_data(config)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-    shown: ShownSample = show_sample(_open(config), number, tokenizer)
+    with _open(config) as beginnings:
+        shown: ShownSample = show_sample(beginnings, number, tokenizer)
 
     def describe(_: JsonDocument) -> Iterator[str]:
         counts = f"{plural(shown.num_tokens, 'token')}, {plural(shown.num_targets, 'target')} in {OPEN}{CLOSE}"
         padding = f", {shown.num_padding} of padding" * bool(shown.num_padding)
-        yield f"sample {number} of a run is sample {shown.sample} of {shown.source}: {counts}{padding}"
+        if shown.beginning is None:
+            yield f"sample {number} of a run is sample {shown.sample} of {shown.source}: {counts}{padding}"
+        else:
+            num_samples, num_tokens = shown.beginning
+            first = f"the {plural(num_samples, 'sample', ',')} in the first {plural(num_tokens, 'token', ',')}"
+            yield f"sample {shown.sample} of {first} of {shown.source}: {counts}{padding}"
+            yield f"no more is tokenized: {_NOT_PREPARED} to see sample {number} of a run, which is another one"
         for i, text in enumerate(shown.mark()):
             yield f"--- document {i}"
             yield text
@@ -74,13 +84,16 @@ def _show_sample(options: argparse.Namespace) -> int:
     return show(options, {"number": number, **asdict(shown)}, describe)
 
 
-def _open(config: Config) -> "Samples":
-    """Samples of [data], which is prepared where it is not."""
-    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
-    from dtlayout.data.samples import open_samples
+@contextmanager
+def _open(config: Config) -> Iterator["Beginnings"]:
+    """Samples of [data], as far as they are prepared, or else of the beginnings of its sources."""
+    from dtlayout.data.beginnings import open_beginnings  # only now: it imports numpy
 
-    folders = [prepare_tokens(each) for each in config.data.sources]
-    return open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        beginnings = open_beginnings(config, config.data, Path(folder))
+        if beginnings is None:
+            raise DataError(f"the beginning of a source has nothing to learn from; {_NOT_PREPARED}")
+        yield beginnings
 
 
 def _show_noted(options: argparse.Namespace) -> int:
@@ -90,15 +103,17 @@ def _show_noted(options: argparse.Namespace) -> int:
 
     bad_batch = BadBatch.read(options.config)
     config = load_config(options.config.parent / "config.toml")
-    samples = _open(config)
-    if samples.fingerprint != bad_batch.tokens:
-        raise DataError(f"{options.config} is of other tokens than those that its run's config.toml names now")
     decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
     documents = []
-    for index, (number, sample) in enumerate(bad_batch.samples[: options.first or None]):
-        source = samples.sources[number]
-        text = decode(source.read_ids(sample).tolist())
-        documents.append({"index": index, "source": source.name, "sample": sample, "text": text})
+    with _open(config) as (samples, are_whole):
+        if not all(are_whole):
+            raise DataError(f"the samples of {options.config} lie anywhere in the data; {_NOT_PREPARED}")
+        if samples.fingerprint != bad_batch.tokens:
+            raise DataError(f"{options.config} is of other tokens than those that its run's config.toml names now")
+        for index, (number, sample) in enumerate(bad_batch.samples[: options.first or None]):
+            source = samples.sources[number]
+            text = decode(source.read_ids(sample).tolist())
+            documents.append({"index": index, "source": source.name, "sample": sample, "text": text})
     step = {"step": bad_batch.step, "loss": bad_batch.loss, "grad_norm": bad_batch.grad_norm}
     return show(options, {**step, "samples": documents, "_num_samples": len(bad_batch.samples)}, _describe_noted)
 

@@ -16,7 +16,7 @@ from dtlayout.base.files import parse_json
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
 from dtlayout.data.readers import BadRow, SourceRow
-from dtlayout.data.sources import Corpus
+from dtlayout.data.sources import BrokenFile, Corpus
 from dtlayout.data.template import Spans
 from dtlayout.data.tokenizer import Ids, Tokenizer
 
@@ -47,6 +47,10 @@ class DocumentRead(NamedTuple):
     """Number of the row there; at the end of the unit, the number of its rows."""
     document: Document | None
     """The row's document; None at the end of the unit."""
+    position: int
+    """Bytes of the file, or rows of the hub's dataset, that were read up to there."""
+    broken: str
+    """Reason why a file is not read to its end; empty where nothing is wrong."""
 
 
 def read_documents(
@@ -60,7 +64,9 @@ def read_documents(
 
     `firsts` has for each unit the number of the row to begin with, or None for a unit that is not read. `note_bad` is
     called with unit, row and reason, which names the place, for a row that cannot be read or lacks a field that `data`
-    names; what it raises ends the reading. DataError where a file cannot be read any further.
+    names; what it raises ends the reading. A file that cannot be read any further ends there, and the next one follows.
+    So does one whose last row is cut, or that is no text, unless `note_bad` lets it pass. DataError where a dataset of
+    the hub cannot be read any further.
     """
     kind = _Chats(data, tokenizer) if data.messages_field else _Texts(data, tokenizer)
     yield from _encode_ahead(_batch(_read(corpus, kind, firsts, note_bad)), kind.encode)
@@ -182,25 +188,51 @@ class _Place(NamedTuple):
     unit: int
     row: int
     text: _Text | None
+    position: int
+    broken: str = ""
 
 
 def _read(
     corpus: Corpus, kind: _Texts | _Chats, firsts: Sequence[int | None], note_bad: Callable[[int, int, str], None]
 ) -> Iterator[_Place]:
     for unit, first in enumerate(firsts):
-        if first is None:
-            continue
-        number = first
+        if first is not None:
+            yield from _read_unit(corpus, kind, unit, first, note_bad)
+
+
+def _read_unit(
+    corpus: Corpus, kind: _Texts | _Chats, unit: int, first: int, note_bad: Callable[[int, int, str], None]
+) -> Iterator[_Place]:
+    number, broken = first, ""
+    try:
         for row in corpus.read(unit, first):
             if isinstance(row, BadRow):
-                note_bad(unit, number, corpus.describe_bad(unit, row))
+                _note_unread(corpus, unit, number, row, note_bad)
             else:
                 try:
-                    yield _Place(unit, number, kind.read(row))
+                    text = kind.read(row)
                 except DataError as error:
                     note_bad(unit, number, f"{corpus.place(unit, number)}: {error}")
+                else:
+                    yield _Place(unit, number, text, corpus.position.tell() if corpus.files else number + 1)
             number += 1
-        yield _Place(unit, number, None)
+    except BrokenFile as error:
+        broken = str(error)
+    yield _Place(unit, number, None, corpus.files[unit].stat().st_size if corpus.files else number, broken)
+
+
+def _note_unread(
+    corpus: Corpus, unit: int, number: int, row: BadRow, note_bad: Callable[[int, int, str], None]
+) -> None:
+    """Note a row that is none; BrokenFile where `note_bad` refuses it and the file as a whole is to blame."""
+    why = corpus.describe_bad(unit, row)
+    try:
+        note_bad(unit, number, why)
+    except DataError as error:
+        if row.is_cut or not row.place:
+            ends = ": the file ends inside of a row, as one that is only half there does" * row.is_cut
+            raise BrokenFile(f"{error}{ends}") from error
+        raise
 
 
 def _batch(places: Iterable[_Place]) -> Iterator[list[_Place]]:
@@ -223,7 +255,12 @@ def _batch(places: Iterable[_Place]) -> Iterator[list[_Place]]:
 
 def _encode(batch: list[_Place], encode: Callable[[list[_Text]], list[Document]]) -> list[DocumentRead]:
     documents = iter(encode([place.text for place in batch if place.text is not None]))
-    return [DocumentRead(place.unit, place.row, None if place.text is None else next(documents)) for place in batch]
+    return [
+        DocumentRead(
+            place.unit, place.row, None if place.text is None else next(documents), place.position, place.broken
+        )
+        for place in batch
+    ]  # fmt: skip
 
 
 def _encode_ahead(

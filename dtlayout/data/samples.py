@@ -265,11 +265,15 @@ class Samples:
 
     def locate_numbers(self, numbers: Ints) -> tuple[Ints, Ints]:
         """Source and number in the source, for samples by the order in which a run reads them, from 0."""
-        source_B, sample_B = deal(numbers, self._quotas, self.seed)
+        source_B, sample_B = self.deal_numbers(numbers)
         for i, source in enumerate(self.sources):
             is_here = source_B == i
             sample_B[is_here] = shuffle(sample_B[is_here], source.num_samples, self.seed)
         return source_B, sample_B
+
+    def deal_numbers(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Source and number n in its own order, for samples by the order in which a run reads them: [Note: shares]."""
+        return deal(numbers, self._quotas, self.seed)
 
     def batch(self, step: int, indices: Sequence[int]) -> SampleRows:
         """The samples at these indices of the global batch of `step`, [B, S] each."""

@@ -102,8 +102,8 @@ class TokenFile:
                 f"delete {str(self.folder)!r} and prepare again"
             )
 
-    def verify(self) -> None:
-        """Read all files; DataError if they are not the ones that were prepared."""
+    def verify(self) -> int:
+        """Read all files; DataError if they are not the ones that were prepared. Returns how many were compared."""
         if self.loss_mask is not None and not self.taught_sha256:
             raise DataError(
                 f"{str(self.folder)!r} cannot be compared: an older version prepared it, whose one checksum was of ids "
@@ -116,6 +116,7 @@ class TokenFile:
                 f"{str(self.folder)!r} is damaged: its files are not those that {INFO_NAME} has the checksum of: "
                 f"{', '.join(wrong)}; delete that folder and prepare again"
             )
+        return sum(map(bool, written.values()))
 
 
 def refuse_larger(num_ids: int, vocab_size: int) -> None:

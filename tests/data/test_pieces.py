@@ -36,9 +36,9 @@ def files_read(monkeypatch) -> list[str]:
     """Names of the files that are read, in that order."""
     names: list[str] = []
 
-    def note(file: Path, fields=()):
+    def note(file: Path, *more):
         names.append(file.name)
-        return read_rows(file, fields)
+        return read_rows(file, *more)
 
     monkeypatch.setattr(sources, "read_rows", note)
     return names

@@ -65,3 +65,37 @@ def test_what_belongs_to_a_config_is_refused_of_noted_samples(show, tmp_path):
     said = show("--data.samples=padded", exit_code=2, config=noted, keys=())
     assert "--data.samples=padded is for a config, which " in said
     assert "--sample is for a config, which " in show("--sample", "1", exit_code=2, config=noted, keys=())
+
+
+def test_of_a_corpus_that_is_not_prepared_the_beginning_is_shown_and_nothing_is_kept(show, tmp_path, monkeypatch):
+    monkeypatch.setattr("dtlayout.data.beginnings._HEAD_TOKENS", 40)
+    rows = [{"text": f"{i:02} is a number"} for i in range(50)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "never read {\n")
+    keys = (f"--data.source={tmp_path / 'many.jsonl'}", "--data.samples=padded")
+    head, note, _, text = show("--sample", "1", keys=keys).splitlines()
+    assert head.startswith(f"sample 1 of the 3 samples in the first 40 tokens of {tmp_path / 'many.jsonl'}: ")
+    assert note == "no more is tokenized: run dtlayout prepare first to see sample 1 of a run, which is another one"
+    assert text == "0«1 is a number<end>»"
+    assert not list(tmp_path.glob("tokens/*/tokens.json"))
+    said = show("--sample", "3", keys=keys, exit_code=2)
+    assert "sample=3 is outside of 3 samples in the beginning of " in said and "run dtlayout prepare first" in said
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["prepare", str(tmp_path / "tiny.toml"), *keys]) == 0
+    assert "sample 3 of a run is sample " in show("--sample", "3", keys=keys)
+
+
+def test_of_several_sources_the_one_that_a_run_reads_is_shown(show, tmp_path, monkeypatch):
+    monkeypatch.setattr("dtlayout.data.beginnings._HEAD_TOKENS", 400)
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name}{i:09}"}) + "\n" for i in range(99))
+        )
+    keys = (f"--data.mixture=[{{source = '{tmp_path}/a.jsonl', weight = 9}}, {{source = '{tmp_path}/b.jsonl'}}]",)
+    before = [json.loads(show("--sample", str(i), "--json", keys=keys)) for i in range(12)]
+    assert all(each["beginning"] == [24, 400] for each in before)
+    assert main(["prepare", str(tmp_path / "tiny.toml"), *keys]) == 0
+    show(keys=keys)  # what prepare has said goes with it
+    after = [json.loads(show("--sample", str(i), "--json", keys=keys)) for i in range(12)]
+    assert [each["source"] for each in after] == [each["source"] for each in before]
+    a_samples = [each["sample"] for each in before if each["source"].endswith("a.jsonl")]
+    assert a_samples == [*range(len(a_samples))] and len(a_samples) > 8
