@@ -6,7 +6,8 @@
 2. The tensor-parallel plan of a trace beside the one that `transformers` has for the family, in bytes sent.
 3. Predicted memory of models of 7 billion parameters that nobody described, beside their dry runs.
 4. A training step of a traced model beside one of the family's own class under FSDP2.
-5. The config.json that each causal model of `transformers` has by default: planned, or refused with a reason.
+5. The config.json that each causal model of `transformers` has by default, and those of a folder: planned, or refused
+   with a reason (`benchmarks.every_decoder`).
 """
 
 import argparse
@@ -15,18 +16,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.every_decoder import add_configs, print_defaults, print_folder
 from benchmarks.pages.markdown import made_by, table
-from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import GIB
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
@@ -35,7 +35,7 @@ from dtlayout.dryrun.ranks import Subject, find_peaks
 from dtlayout.models.counting import count_model_flops_per_token, count_parameters
 from dtlayout.models.description import EMBEDDING, HEAD, Description, Operation
 from dtlayout.models.families import describe
-from dtlayout.models.files import find_model, trace_model
+from dtlayout.models.files import trace_model
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.operations import Activation, Norm, SelfAttention
 from dtlayout.models.tape import PLAIN, join
@@ -330,98 +330,12 @@ def make_plain_step(config: Mapping[str, Any]) -> Callable[[torch.Tensor, torch.
     return step
 
 
-# 5. Every decoder
-
-
-class Read(NamedTuple):
-    """How the config.json of a family, with its own defaults, is read."""
-
-    family: str
-    how: str
-    """described, traced or refused."""
-    note: str
-    """Parameters more than its class has, or the reason of a refusal."""
-
-
-def read_defaults(folder: Path) -> Iterator[Read]:
-    """Each causal model of `transformers` whose class takes its own defaults, in alphabetical order."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        path = folder / family / "config.json"
-        try:
-            config = AutoConfig.for_model(family)
-            config.get_text_config(decoder=True)
-            theirs = _count_theirs(config)
-        except Exception:  # whatever a config class raises of its own defaults
-            continue
-        path.parent.mkdir()
-        path.write_text(json.dumps(config.to_dict(), default=str))
-        try:
-            model = find_model(str(path))
-        except InvalidConfig as error:
-            yield Read(family, "refused", error.problems[0].rpartition(": ")[2])
-            continue
-        more = count_parameters(model) - theirs
-        yield Read(family, "traced" if model.trace else "described", f"{more:+,}" if more else "")
-
-
-def _count_theirs(config: Any) -> int:
-    """Parameters of the family's own class; of one that sees or hears, of the part that reads text."""
-    from transformers import AutoModelForCausalLM
-
-    text = config.get_text_config(decoder=True)
-    with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(text)
-        except ValueError:  # no model of the part alone
-            model = AutoModelForCausalLM.from_config(config)
-    return sum({id(each): each.numel() for each in model.parameters()}.values())
-
-
-def print_defaults(folder: Path) -> None:
-    """The last tables."""
-    found = list(read_defaults(folder))
-    counts = Counter(each.how for each in found)
-    same = sum(each.how != "refused" and not each.note for each in found)
-    reasons = Counter(_sort_reason(each.note) for each in found if each.how == "refused")
-    num_decoders = len(found) - sum(number for why, number in reasons.items() if why != _OTHER)
-    print("## Every causal model by its defaults\n")
-    print(
-        f"transformers has {len(found)} causal models whose classes can be built by their own defaults. Of the\n"
-        f"config.json that these write, {counts['described']} are described and {counts['traced']} traced, {same} of "
-        f"them with the parameters of\nthe class to the last one; {counts['refused']} are refused. "
-        f"Of the {num_decoders} that are decoders {len(found) - counts['refused']} are planned.\n"
-    )
-    print(
-        *table(["refused since", "families"], [[why, str(n)] for why, n in reasons.most_common()], num_words=1),
-        "",
-        sep="\n",
-    )
-    others = [[each.family, each.note] for each in found if each.how != "refused" and each.note]
-    print("Biases that correct a router are parameters here, and buffers in transformers:\n")
-    print(*table(["family", "parameters more"], others, num_words=1), "", sep="\n")
-    rest = [[each.family, each.note] for each in found if each.how == "refused" and _sort_reason(each.note) == _OTHER]
-    print(*table(["refused", "reason"], rest, num_words=2), sep="\n")
-
-
-_OTHER = "something of its own"
-_REASONS = {
-    "encoder beside": "it has an encoder and a decoder", "reads the second one": "it attends both ways",
-}  # fmt: skip
-"""Words of a reason → what it is called in the table."""
-
-
-def _sort_reason(reason: str) -> str:
-    return next((name for words, name in _REASONS.items() if words in reason), _OTHER)
-
-
 def main() -> None:
     """Print the report."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = argparse.ArgumentParser(prog="benchmarks.traced")
     parser.add_argument("--pairs", type=int, default=60, help="of steps of ours and of theirs")
+    add_configs(parser)
     options = parser.parse_args()
     import transformers
 
@@ -433,6 +347,8 @@ def main() -> None:
         print_memory(folder)
         print_speed(options.pairs, folder)
         print_defaults(folder)
+        if options.configs is not None:
+            print_folder(options.configs)
 
 
 def print_descriptions(folder: Path) -> None:

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 examples/adapter_on_your_module.py
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import dtlayout as dl
 
@@ -23,7 +24,7 @@ def build_model() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Residual(), Residual()).double()
     dl.add_adapters(model, dl.Adapter(rank=4, targets=("widen",)))
-    nn.init.normal_(model[0].widen.lora_B.weight)  # it is 0 at first, and then lora_A has no gradient
+    nn.init.normal_(model.get_parameter("0.widen.lora_B.weight"))  # it is 0 at first, and then lora_A has no gradient
     return model
 
 
@@ -35,7 +36,7 @@ dl.apply_plan(model := build_model(), plan, mesh)
 alone, x = build_model(), torch.randn(8, 16, dtype=torch.float64)
 model(x.chunk(2)[mesh["dp_shard"].get_local_rank()]).square().sum().backward()
 alone(x).square().sum().backward()
-found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
 torch.testing.assert_close(found, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
 print(f"rank {dist.get_rank()}: gradients of {', '.join(found)} as on one process\n", end="")
 dist.destroy_process_group()

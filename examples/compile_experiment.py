@@ -1,4 +1,4 @@
-"""Graphs, graph breaks and times of layouts with kernels.compile = none, blocks, loss and model, on 2 CPU ranks.
+"""Graphs, breaks and times of layouts with kernels.compile = none, blocks, loss and model: minutes on 2 CPU ranks.
 
 torchrun --nproc-per-node 2 examples/compile_experiment.py
 
@@ -49,10 +49,12 @@ def measure(layout: dl.Layout, choice: Compile) -> list[str]:
 
 
 dist.init_process_group("gloo")
-say = print if dist.get_rank() == 0 else lambda *_: None
+say: Any = print if dist.get_rank() == 0 else lambda *_, **__: None
 say("| layout | compile | loss | first step, s | later steps, s | graphs | graph breaks |\n" + "|---" * 7 + "|")
 for layout in (OpenLayout(**dl.Layout.read(name)).resolve(dist.get_world_size()) for name in names):
-    found = {choice: measure(layout, choice) for choice in get_args(Compile)}
-    say("\n".join(f"| {layout} | {choice} | {' | '.join(row)} |" for choice, row in found.items()))
+    found = {}
+    for choice in get_args(Compile):
+        row = found[choice] = measure(layout, choice)
+        say(f"| {layout} | {choice} | {' | '.join(row)} |", flush=True)
     assert len({row[0] for row in found.values()}) == 1, "compiled code computes something else"
 dist.destroy_process_group()

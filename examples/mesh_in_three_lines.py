@@ -16,7 +16,7 @@ group = mesh["tp"].get_group()
 rank = dist.get_rank()
 total = torch.tensor(rank)
 dist.all_reduce(total, group=group)
-place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+place = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
 print(f"rank {rank} is at {place}; the ranks of its tp group add up to {int(total)}\n", end="")
 
 # Without torch the layout alone says the same.

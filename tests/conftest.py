@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from cuda import StandInCuda
 from hypothesis import settings
 from ranks import Ranks
 
@@ -49,3 +50,10 @@ def two_fake_ranks() -> Iterator[None]:
     """A fake process group that plays rank 0 of two."""
     with fake_world(0, 2):
         yield
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
+    """A CUDA device that is not there, for the whole test (`support/cuda.py`)."""
+    with StandInCuda(monkeypatch) as stand_in:
+        yield stand_in

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -488,3 +489,37 @@ def test_a_fit_that_fails_costs_no_page(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nothing_is_said_of_what_was_not_measured() -> None:
     assert list(summarise([Row(cell=CELL)])) == []
+
+
+def test_the_report_ends_with_which_savings_paid(tmp_path: Path) -> None:
+    factors = {1: 1.05, 4: 1.0, 8: 0.9}  # of other items one row is missing, or has failed
+    rows = {}
+    for each in GPU.savings:
+        base = make_trained(each.without, "h100-80g-sxm")
+        assert isinstance(base.measured, Trained)
+        rows.setdefault(each.without, base)
+        found = rows[each.without]
+        assert isinstance(found.measured, Trained)
+        if each.item in factors and each.with_it not in rows:
+            faster = replace(found.measured, step_time_s=found.measured.step_time_s / factors[each.item])
+            rows[each.with_it] = replace(make_trained(each.with_it, "h100-80g-sxm"), measured=faster)
+    failed = next(each for each in GPU.savings if each.item == 7)
+    rows[failed.with_it] = Row(cell=failed.with_it, status="error", note="RuntimeError: a | b")
+    lines = [*report.describe_savings(GPU.savings, rows)]
+    text = "\n".join(lines)
+    assert re.search(r"\| 1 +\| matmuls add to the sum +\| 1\.050 +\| 1\.0\d\d +\| paid", text), text
+    assert re.search(r"\| 8 +\| CUDA graphs +\| 0\.900 .*cost", text) and "error: RuntimeError: a / b" in text
+    assert "moments in bf16" not in text, "it has no row yet"
+    page = Report(tmp_path, "NVIDIA H100", "2.13.0", GPU, [*rows.values()])
+    page.write()
+    assert "## Which savings paid" in page.path.with_suffix(".md").read_text()
+
+
+def test_a_pair_differs_in_its_saving_alone_and_stands_together() -> None:
+    assert [each.item for each in GPU.savings] == [1, 4, 2, 3, 8, 7]
+    for each in GPU.savings:
+        one, other = vars(each.with_it), vars(each.without)
+        assert len([name for name in one if one[name] != other[name]]) == 1, each.what
+    assert list(GPU.groups)[:2] == ["checks", "savings"]
+    one, other = (predict(cell, find_gpu("h100-80g-sxm")) for cell in (GPU.savings[0].with_it, GPU.savings[0].without))
+    assert one.step_time_s < other.step_time_s

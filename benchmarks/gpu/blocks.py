@@ -50,6 +50,8 @@ def assemble_blocks(cell: Training, precision: Precision, *, seed: int, device_t
     """The blocks of a cell, assembled as `training.build.assemble` does with a whole model."""
     shape, batch, layout = cell.shape, cell.batch, cell.layout
     plan = make_plan(shape, layout, cell.kernels, precision)
+    if not cell.adds_in_matmuls:
+        plan = replace(plan, summed=())
     schedule = make_schedule(layout, batch)
     mesh = build_mesh(layout, device_type)
     with torch.device("meta"):

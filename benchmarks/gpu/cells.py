@@ -17,6 +17,7 @@ from dtlayout.spec.batch import Batch
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import StateFormat
 from dtlayout.spec.precision import Format, Precision
 
 Direction = Literal["forward", "backward"]
@@ -106,6 +107,13 @@ class Training:
     offload: Offload = "none"
     """`layout.offload`: what is kept in the host's memory. Blocks alone have none."""
     kernels: Kernels = BASE
+    state_format: StateFormat = ""
+    """`optimizer.state_format`: format of AdamW's moments."""
+    adds_in_matmuls: bool = True
+    """Whether matmuls add weights' gradients to their sums; else each is added in a pass of its own."""
+
+    clips_in_update: bool = True
+    """Whether the update divides gradients that are clipped while it reads them; else clipping is a pass of its own."""
 
     @property
     def shape(self) -> ModelShape:
@@ -150,10 +158,24 @@ class Training:
     @property
     def variant(self) -> str:
         """Kernels that differ from the base, and what is offloaded."""
-        return describe_variant(self.kernels) + f", offload={self.offload}" * (self.offload != "none")
+        more = f", offload={self.offload}" * (self.offload != "none")
+        more += f", moments={self.state_format}" * (self.state_format != "")
+        more += ", added in passes" * (not self.adds_in_matmuls) + ", clipped in a pass" * (not self.clips_in_update)
+        return describe_variant(self.kernels) + more
 
     def __str__(self) -> str:
-        return f"{self.subject}, sequence {self.seq_len}, {self.layout}, {describe_variant(self.kernels)}"
+        return f"{self.subject}, sequence {self.seq_len}, {self.layout}, {self.variant}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A training that does without some wasted pass, and the same one with it."""
+
+    item: int
+    """Number of the row in docs/theory/step.md."""
+    what: str
+    with_it: Training
+    without: Training
 
 
 Compared = Literal["attention", "norm", "rope", "swiglu", "loss", "experts"]

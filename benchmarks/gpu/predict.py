@@ -1,5 +1,7 @@
 """Predictions of the cost model for training cells, on the GPU that was found. Imports no torch."""
 
+from dataclasses import replace
+
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Prediction
 from dtlayout.costmodel.cache_keys import StageClass, StageLayout, key_of
@@ -9,16 +11,21 @@ from dtlayout.costmodel.memory import count_stage_experts, count_stage_parameter
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.spec.cluster import Cluster, Gpu
+from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.recompute import Recompute
 
 
 def predict(cell: Training, gpu: Gpu, engine: Engine | None = None) -> Prediction:
     """Step and peak of a cell with its kernels and its layout, by the constants of this trainer or of `engine`."""
+    engine = engine or find_engine_on(OWN_ENGINE, gpu)
+    if not cell.adds_in_matmuls:
+        engine = replace(engine, features=replace(engine.features, adds_in_matmuls=False))
     scenario = Scenario(
         model=cell.shape,
         batch=cell.batch,
         cluster=Cluster(gpu=gpu, num_gpus=1, gpus_per_node=1),
-        engine=engine or find_engine_on(OWN_ENGINE, gpu),
+        engine=engine,
+        optimizer=AdamW(state_format=cell.state_format),
     )
     estimator = Estimator(scenario)
     if cell.num_blocks is not None:

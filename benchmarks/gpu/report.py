@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.util import find_spec
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from benchmarks.gpu.calibration import PACKAGES, derive, find_measured
-from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Training
+from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Saving, Training
 from benchmarks.gpu.predict import predict
-from benchmarks.gpu.rows import Reached, Row, Status, find_trained
+from benchmarks.gpu.rows import Reached, Row, Status, Trained, find_trained
 from benchmarks.gpu.suites import Suite
 from benchmarks.pages.markdown import table
 from dtlayout.base.files import write_whole
@@ -32,9 +32,12 @@ DRAW_EVERY_S = 60
 """Pictures are drawn anew so often and at the end: drawing them takes as long as a small cell."""
 PICTURES = ("mfu", "predicted-step", "predicted-memory")
 """Endings of the names of pictures, in the order in which they are drawn."""
+LEAST_GAIN = 1.01
+"""Ratio of step times from which on a saving counts as paid: steps of a quiet GPU differ by less."""
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 TITLES = {
     "checks": "Is it right? Against float64 on the CPU, and bit by bit",
+    "savings": "A step with one saving and without it",
     "experts": "Decoder layers of mixtures of experts",
     "memory": "Peaks of memory",
     "blocks": "Decoder layers alone",
@@ -129,6 +132,7 @@ class Report:
         for name, cells in self.suite.groups.items():
             if found := [rows[cell] for cell in cells if cell in rows]:
                 yield from ("", f"## {TITLES[name]}", "", header_of(found[0].cell), *dict.fromkeys(map(show, found)))
+        yield from describe_savings(self.suite.savings, rows)
         if reasons := {row.not_predicted for row in rows.values() if row.not_predicted}:
             yield from ("", *(f"Not predicted: {reason}" for reason in sorted(reasons)))
 
@@ -264,6 +268,33 @@ def summarise(rows: Iterable[Row]) -> Iterator[str]:
         steps, peaks = map(_typical_error, zip(*ratios, strict=True))
         off = f"{steps:.0%} in step time and {peaks:.0%} in memory (median)"
         yield f"Predictions of {len(ratios)} rows are off by {off}."
+
+
+def describe_savings(savings: Iterable[Saving], rows: Mapping[Cell, Row]) -> Iterator[str]:
+    """Section that says which savings paid: measured and predicted time without each of them over that with it."""
+    lines = []
+    for each in savings:
+        pair = [rows.get(cell) for cell in (each.without, each.with_it)]
+        if None in pair:
+            continue
+        without, with_it = (row for row in pair if row)
+        both = without.measured, with_it.measured
+        measured = predicted = "n/a"
+        verdict = next((f"{row.status}: {row.note.replace('|', '/')[:80]}" for row in pair if row and row.note), "")
+        if isinstance(both[0], Trained) and isinstance(both[1], Trained):
+            gain = both[0].step_time_s / both[1].step_time_s
+            measured, verdict = (
+                f"{gain:.3f}",
+                "paid" if gain > LEAST_GAIN else "cost" if gain * LEAST_GAIN < 1 else "even",
+            )
+        if without.predicted and with_it.predicted:
+            predicted = f"{without.predicted.step_time_s / with_it.predicted.step_time_s:.3f}"
+        lines.append([each.item, each.what, measured, predicted, verdict])
+    if lines:
+        yield from ("", "## Which savings paid", "")
+        yield "Step time without a saving over that with it; items are rows of docs/theory/step.md."
+        yield ""
+        yield from table(["item", "saving", "measured", "predicted", "verdict"], lines)
 
 
 def describe_fit(rows: Iterable[Row], cluster: Cluster) -> Iterator[str]:

@@ -24,6 +24,7 @@ from benchmarks.gpu.cells import (
     OperationCheck,
     RepeatCheck,
     ResumeCheck,
+    Saving,
     StepCheck,
     TrainerCheck,
     Training,
@@ -33,7 +34,7 @@ from dtlayout.models.presets import find_preset
 from dtlayout.spec.device import DeviceType
 from dtlayout.spec.kernel_records import AttentionKernel, ExpertsKernel
 from dtlayout.spec.kernel_table import KERNELS, list_kernels
-from dtlayout.spec.kernels import Compile
+from dtlayout.spec.kernels import Compile, CompileMode
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Format
 
@@ -47,6 +48,8 @@ class Suite:
     device_type: Literal["cuda", "cpu"]
     groups: Mapping[str, Sequence[Cell]]
     """Name → its cells, groups and cells in the order in which they run; a cell may belong to several."""
+    savings: Sequence[Saving] = ()
+    """Pairs of its cells that the end of the report compares."""
     num_steps: int = 3
     """Timed steps of a training cell."""
     cell_limit_s: float = 150
@@ -121,6 +124,37 @@ def cross(bases: Sequence[Training], compiles: Sequence[Compile], attention: Seq
         yield replace(base, kernels=replace(base.kernels, attention=kernel, compile=compile))
 
 
+def savings_of_memory(base: Training) -> list[Saving]:
+    """Passes over memory that a step of blocks does without, compiled or not, the one that is worth most first."""
+    return [
+        Saving(item=1, what="matmuls add to the sum", with_it=base, without=replace(base, adds_in_matmuls=False)),
+        Saving(item=4, what="clipping in the update", with_it=base, without=replace(base, clips_in_update=False)),
+        Saving(item=2, what="moments in bf16", with_it=replace(base, state_format="bfloat16"), without=base),
+    ]
+
+
+def savings(base: Training) -> list[Saving]:
+    """Savings of a step of blocks that can be left out one at a time; those of compiled blocks come last."""
+    compiled = replace(base, kernels=replace(base.kernels, compile="blocks"))
+
+    def in_mode(mode: CompileMode) -> Training:
+        # Beside CUDA graphs no matmul adds to a sum, so that the graphs' own worth is seen without that too.
+        return replace(compiled, kernels=replace(compiled.kernels, compile_mode=mode), adds_in_matmuls=False)
+
+    plain, tuned = in_mode("default"), in_mode("max-autotune-no-cudagraphs")
+    return [
+        *savings_of_memory(compiled),
+        Saving(item=3, what="blocks are compiled", with_it=compiled, without=base),
+        Saving(item=8, what="CUDA graphs", with_it=in_mode("reduce-overhead"), without=plain),
+        Saving(item=7, what="max-autotune", with_it=tuned, without=plain),
+    ]
+
+
+def list_cells(found: Iterable[Saving]) -> list[Training]:
+    """Cells of savings: both of a pair beside each other, so that the GPU is as warm for one as for the other."""
+    return list(dict.fromkeys(cell for each in found for cell in (each.without, each.with_it)))
+
+
 def sweep(base: Training, micro_batches: Sequence[int]) -> Iterator[Training]:
     """Micro-batch over recomputation; what keeps one kind of operation alone, at the first micro-batch."""
     for recompute, micro_batch in product(("none", "selective", "full"), micro_batches):
@@ -181,8 +215,10 @@ _FLASH = ("sdpa-flash", "sdpa-cudnn", "fa3")
 
 GPU = Suite(
     device_type="cuda",
+    savings=savings(_8B_BLOCKS),
     groups={
         "checks": list(checks("cuda", ("blocks", "loss", "model"))),
+        "savings": list_cells(savings(_8B_BLOCKS)),
         "experts": [
             *cross([_30B_EXPERTS, _MIXTRAL], compiles=("none", "blocks"), attention=_FLASH[:1]),
             *(replace(base, recompute="full") for base in (_30B_EXPERTS, _MIXTRAL)),
@@ -241,9 +277,11 @@ _DEBUG_BLOCKS = replace(_DEBUG, num_blocks=2, seq_len=64)
 
 CPU = Suite(
     device_type="cpu",
+    savings=savings_of_memory(_DEBUG_BLOCKS),
     num_steps=2,
     groups={
         "checks": list(checks("cpu", ("blocks",))),
+        "savings": list_cells(savings_of_memory(_DEBUG_BLOCKS)),
         "memory": [replace(_DEBUG, recompute="full"), replace(_DEBUG, offload="activations")],
         "blocks": list(cross([_DEBUG_BLOCKS], compiles=("none",), attention=("sdpa-flash", "sdpa-cudnn", "fa3"))),
         "models": [_DEBUG],

@@ -36,9 +36,10 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     cell.kernels.check(KernelRequest(device=device, compute=PRECISION.compute))
     cell.layout.check(cell.shape, cell.batch)
     assembly, inputs, targets = prepare(cell, device.type)
-    optimizer = build_optimizer(assembly.modules, cell.shape, AdamW())
+    optimizer = build_optimizer(assembly.modules, cell.shape, AdamW(state_format=cell.state_format))
     set_learning_rate(optimizer, LEARNING_RATE)
     train_step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, model=cell.shape)
+    train_step.divides_in_update &= cell.clips_in_update
     results: list[StepResult] = []
 
     def step() -> None:

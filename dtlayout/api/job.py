@@ -31,6 +31,12 @@ SIZES = tuple(f.name for f in fields(ModelShape))
 DEGREES = tuple(f.name for f in fields(Layout))
 """Keywords that are fields of the layout."""
 
+ARGUMENTS = (
+    "model", "seq_len", "global_batch", "gpu", "gpus", "cluster", "gpus_per_node", "engine", "engine_set", "kernels",
+    "precision", "optimizer",
+)  # fmt: skip
+"""Arguments of their own, which a keyword that is misspelt may mean."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
@@ -56,6 +62,9 @@ class TrainingJob:
             raise InvalidConfig("cluster names the GPU type itself; give cluster or gpu, not both")
         if not self.cluster and not self.gpu:
             raise InvalidConfig('the GPU type is missing; give gpu="h100", or cluster="FILE.toml"')
+        for name, value in (("gpus", self.gpus), ("gpus_per_node", self.gpus_per_node)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InvalidConfig(f"{name}={value!r} must be a whole number above 0")
 
     def read_config(self, layout: Choices = None) -> Config:
         """The job as a config of our trainer; InvalidConfig with everything that is unknown or cannot be."""
@@ -116,7 +125,7 @@ def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     """Keywords as sizes of the model and fields of the layout; InvalidConfig for one that is neither."""
     unknown = [name for name in keywords if name not in (*SIZES, *DEGREES)]
     if unknown:
-        raise InvalidConfig([describe_unknown_key(name, (*DEGREES, *SIZES)) for name in unknown])
+        raise InvalidConfig([describe_unknown_key(name, (*ARGUMENTS, *DEGREES, *SIZES)) for name in unknown])
     sizes = {name: value for name, value in keywords.items() if name in SIZES}
     return sizes, {name: value for name, value in keywords.items() if name in DEGREES}
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.base.errors import DtlayoutError, InvalidLayout
 from dtlayout.base.formatting import plural
-from dtlayout.mesh.axes import PP, TP
+from dtlayout.mesh.axes import PP, TP, axis_sizes
 from dtlayout.mesh.build import open_reduction_group
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.pipelining.stage import Boundary
 from dtlayout.plans.apply import apply_plan, check_plan
 from dtlayout.plans.fsdp import share_context
-from dtlayout.plans.plan import Plan
+from dtlayout.plans.plan import Plan, list_parameters
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.layout import Layout
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
@@ -44,11 +44,15 @@ def pipeline(
     those. Losses of the microbatches, and of data-parallel ranks, add up. `example` has the rows of one microbatch, as
     they enter the first stage; nothing is computed of its values. With a `plan`, whose patterns are names inside the
     stages, each stage is sharded by it. Build the optimizer after that, of `runtime.parameters`. InvalidLayout if there
-    are more or fewer stages, DtlayoutError if their shapes differ, InvalidConfig for a pattern that matches nothing.
+    are more or fewer stages, if two stages share a trained parameter (tied embeddings), whose gradients nobody would
+    add up, if the batch does not make equal microbatches, or if the mesh is of another layout. DtlayoutError if the
+    stages' shapes differ, InvalidConfig for a pattern that matches nothing.
     """
+    _check_layout(layout, mesh, global_batch)
     batch = Batch(global_batch=global_batch, seq_len=1)
     schedule = make_schedule(layout, batch)
     whole = _cut(stages, schedule.placement.num_stages)
+    _check_shared(whole, () if plan is None else plan.frozen)
     boundary = _find_boundary(whole, example, layout.micro_batch)
     rank = mesh[PP].get_local_rank()
     own = [whole[stage] for stage in schedule.placement.stages_of(rank)]
@@ -62,7 +66,9 @@ def pipeline(
     is_last = schedule.placement.rank_of(len(whole) - 1) == rank
     if loss is not None and is_last:
         own[-1] = _WithLoss(own[-1], loss)
-    return build_runtime(own, schedule, sync, mesh, boundary)
+    runtime = build_runtime(own, schedule, sync, mesh, boundary)
+    runtime.micro_batch = layout.micro_batch
+    return runtime
 
 
 def train_step(
@@ -107,8 +113,61 @@ class _WithLoss(nn.Module):
         return self.loss(self.module(x, *context), **targets)
 
 
+def _check_layout(layout: Layout, mesh: DeviceMesh, global_batch: int) -> None:
+    """InvalidLayout if a mesh is of other degrees, or if a batch does not make equal microbatches."""
+    problems = []
+    asked = axis_sizes(layout)
+    sizes = {axis: mesh[axis].size() for axis in asked}
+    if sizes != asked:
+        problems.append(
+            f"the layout has {_list_degrees(asked)}, and the mesh {_list_degrees(sizes)}; build the mesh of this layout"
+        )
+    rows = layout.dp * layout.micro_batch
+    if global_batch < 1 or global_batch % rows:
+        problems.append(
+            f"global_batch={global_batch} makes no equal microbatches: bring a multiple of {rows}, of dp={layout.dp} · "
+            f"micro_batch={layout.micro_batch}"
+        )
+    if problems:
+        raise InvalidLayout(problems)
+
+
+def _list_degrees(degrees: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in degrees.items())
+
+
+def _check_shared(stages: Sequence[nn.Module], frozen: Sequence[str]) -> None:
+    """InvalidLayout with a line for each trained parameter that several stages share; `frozen` are a plan's patterns.
+
+    Each stage would update a copy of its own by its own uses alone. `training.step` adds them up for described models.
+    """
+    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    trained: set[nn.Parameter] = set()
+    for number, stage in enumerate(stages):
+        still = set(list_parameters(stage, frozen))
+        for name, parameter in stage.named_parameters():
+            places.setdefault(parameter, []).append((number, name))
+            if parameter.requires_grad and name not in still:
+                trained.add(parameter)
+    problems = []
+    for parameter, found in places.items():
+        if len(found) > 1 and parameter in trained:
+            those = " and ".join(f"stage {number} as {name!r}" for number, name in found)
+            problems.append(
+                f"{those} share one trained parameter, and each would train it with its own gradient alone; keep it in "
+                f"one stage, give each stage its own, or freeze it"
+            )
+    if problems:
+        raise InvalidLayout(problems)
+
+
 def _cut(stages: Sequence[nn.Module] | nn.Sequential, num_stages: int) -> list[nn.Module]:
     """The stages; those of an `nn.Sequential` keep the names of its children."""
+    if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
+        raise InvalidLayout(
+            f"{type(stages).__name__} is one module, and nothing says where to cut it; bring a list of stages, or an "
+            f"nn.Sequential"
+        )
     whole = list(stages)
     if isinstance(stages, nn.Sequential) and len(whole) > num_stages:
         children = list(stages.named_children())

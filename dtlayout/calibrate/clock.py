@@ -7,6 +7,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from dtlayout.training.devices import wait_for_device
+
 _LEAST_S = 0.1
 """Smallest total of seconds of all rounds of one action."""
 _ROUNDS = 5
@@ -55,13 +57,11 @@ def _read_ticks() -> list[int]:
 
 def time_repeats(action: Callable[[], object], repeats: int, device_type: str) -> float:
     """Seconds of an action, the mean of its repeats, from an idle device to an idle device."""
-    if device_type == "cuda":
-        torch.cuda.synchronize()
+    wait_for_device(device_type)
     started = time.perf_counter()
     for _ in range(repeats):
         action()
-    if device_type == "cuda":
-        torch.cuda.synchronize()
+    wait_for_device(device_type)
     return (time.perf_counter() - started) / repeats
 
 

@@ -16,6 +16,7 @@ from dtlayout.spec.device import Device, usual_compute_format
 from dtlayout.spec.kernel_records import AttentionKernel
 from dtlayout.spec.kernel_table import list_kernels
 from dtlayout.spec.model_shape import divisors
+from dtlayout.spec.precision import Format
 
 _TOKENS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
 _WIDTHS = {
@@ -32,7 +33,7 @@ _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def list_formats(device: Device) -> tuple[str, ...]:
+def list_formats(device: Device) -> tuple[Format, ...]:
     """Formats in which matmuls are timed on a device, the one that steps are timed in first."""
     return ("float32", "bfloat16") if device.type == "cpu" else (usual_compute_format(device),)
 

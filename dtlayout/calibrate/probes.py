@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.calibrate.measured import ProbeTime
+from dtlayout.calibrate.measures import list_formats
 from dtlayout.spec.batch import Batch
-from dtlayout.spec.device import Device, usual_compute_format
+from dtlayout.spec.device import Device
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
@@ -34,7 +35,7 @@ _WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512
 def measure_probes(device: Device) -> Iterator[ProbeTime]:
     """Time steps on all ranks, round after round, since a machine may be slower at one time than at another."""
     device_type, kernels = device.type, Kernels()
-    precision = Precision(compute="float32" if device_type == "cpu" else usual_compute_format(device))
+    precision = Precision(compute=list_formats(device)[0])
     plan = [
         (model, Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len), layout)
         for model, layout, seq_len, m in plan_probes(dist.get_world_size(), device_type)

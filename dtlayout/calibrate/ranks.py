@@ -68,16 +68,12 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int, folder: str = "") -> 
     if folder:
         _say("the disk")
         disk_bytes_per_s = measure_disk(folder, FOLDER_OPTION, device.type, ranks_per_node)
-    if device.type == "cuda":
-        memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    else:
-        memory_bytes = find_host_bytes() // ranks_per_node
     busy = ProcessorWatch()
     host_s, host_alone_s = measures.measure_host(device.type)
     return Measured(
         device=device.name, gpu=gpu.name, torch=torch.__version__,
         date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node,
-        memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
+        memory_bytes=_find_memory_bytes(device.type, ranks_per_node), host_s=host_s, host_alone_s=host_alone_s,
         stream_bytes_per_s=measures.measure_stream(device.type),
         matmuls=_collect("matmuls", measures.measure_matmuls(device)),
         attention=_collect("attention", measures.measure_attention(device)),
@@ -86,6 +82,13 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int, folder: str = "") -> 
         steal=busy.steal(),  # once all is measured
         disk_bytes_per_s=disk_bytes_per_s, disk_folder=folder,
     )  # fmt: skip
+
+
+def _find_memory_bytes(device_type: str, ranks_per_node: int) -> int:
+    """Memory of this rank's GPU as torch reports it, or its part of the host's, bytes."""
+    if device_type == "cuda":
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return find_host_bytes() // ranks_per_node
 
 
 def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:

@@ -1,9 +1,10 @@
 """Emit: a recommended layout as a config that `dtlayout train` runs unchanged, or as another program's arguments."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dtlayout.base import toml
@@ -25,6 +26,8 @@ from dtlayout.spec.precision import Precision
 _BYTES_VOCAB = 257
 """Number of ids of the bytes tokenizer, which needs no file."""
 _STEPS = 100
+_DECIDED = ("layout", "kernels", "batch", "cluster")
+"""Sections that a recommendation decides, whatever the job's file says."""
 MARK = "by dtlayout recommend."
 """Words in the first comment of each file, by which one of ours is known."""
 _SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
@@ -41,14 +44,21 @@ class Emitted(NamedTuple):
     """Whether the file is a shell script."""
 
 
-def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
+def emit(
+    path: Path,
+    scenario: Scenario,
+    estimate: Estimate,
+    reasons: Sequence[str],
+    sections: Mapping[str, Any] | None = None,
+) -> Emitted:
     """Write the arguments of the program that the engine predicts for, with reasons as comments.
 
-    A config of our own trainer where that is the program, or where nobody knows its arguments. DtlayoutError if the
-    file cannot be written, InvalidLayout or InvalidConfig for what the program would refuse.
+    A config of our own trainer where that is the program, or where nobody knows its arguments. `sections` are those of
+    a config of ours whose job it is: what the layout does not decide is kept. DtlayoutError if the file cannot be
+    written, InvalidLayout or InvalidConfig for what the program would refuse.
     """
     if (program := PROGRAMS.get(scenario.engine.name)) is None:
-        return _emit_config(path, scenario, estimate, reasons)
+        return _emit_config(path, scenario, estimate, reasons, sections or {})
     if (adapter := scenario.model.adapter) is not None:
         raise InvalidConfig(
             f"adapter.method={adapter.method}: arguments of {program.title} for an adapter are not written; "
@@ -70,9 +80,11 @@ def _describe_program(program: Program, arguments: Arguments, path: Path) -> lis
     ]  # fmt: skip
 
 
-def _emit_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
+def _emit_config(
+    path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str], kept: Mapping[str, Any]
+) -> Emitted:
     """Check and write a config of our own trainer."""
-    text = make_config(path, scenario, estimate, reasons)
+    text = make_config(path, scenario, estimate, reasons, kept)
     check_layout(parse_config(toml.loads(text)), scenario.cluster.num_gpus)
     write(path, text, "config")
     engine = scenario.engine.name
@@ -80,8 +92,17 @@ def _emit_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
     return Emitted(f"our own trainer, {OWN_ENGINE}", foreign)
 
 
-def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
-    """A recommended layout as the text of a config file called `path`."""
+def make_config(
+    path: Path,
+    scenario: Scenario,
+    estimate: Estimate,
+    reasons: Sequence[str],
+    kept: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """A recommended layout as the text of a config file called `path`.
+
+    `kept` are the sections of a config whose job it is; all but layout, kernels, batch and cluster stay.
+    """
     cluster, model = scenario.cluster, scenario.model
     is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.achieved
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
@@ -96,6 +117,8 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
             1, f"Predicted for {engine}; what this trainer takes and needs, dtlayout check {path.name} says."
         )
     needs_tokenizer = model.vocab_size < _BYTES_VOCAB
+    if kept:
+        comments.append("Model, data and all that no layout decides are those of the file that --like names.")
     used = estimate.kernels.used(request_kernels(scenario, estimate.layout))
     sections = {
         "model": _changes(model.base, PRESETS.get(model.name), ["name"]),
@@ -110,13 +133,16 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
             "tokenizer": "data/tokenizer.json" if needs_tokenizer else "bytes",
             "max_tokens": max(4_000_000, scenario.batch.num_tokens + 1),
         },
-        "train": {"steps": _STEPS, "device": cluster.gpu.device_type},
-        "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node}
+        "train": {"steps": _STEPS},
+        "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": per_node}
         | ({"file": cluster.file} if cluster.gpu.achieved else {}),  # what only predictions know
     }
+    sections |= {name: dict(table) for name, table in kept.items() if name not in _DECIDED}
+    sections["train"] |= {"device": cluster.gpu.device_type}
     small = "Small data that every machine has, to start with: put your own corpus and tokenizer here."
     bare = f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
     notes = {"data": bare if needs_tokenizer else small, "train": "A first run; raise steps for a real one."}
+    notes = {name: note for name, note in notes.items() if name not in kept}
     comments.append(f"Run it: {start}")
     lines = list(map(_comment, comments))
     for name, table in sections.items():

@@ -7,6 +7,7 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.case import Case, find_other, read_case
 from dtlayout.commands.their_file import TheirFile, find_unsaid_kernels
+from dtlayout.config.loading import read_sections
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 
@@ -19,6 +20,8 @@ class Like:
     """Scenario, layout and kernels of the job."""
     file: TheirFile | None
     """The file of another program; None for a config of ours."""
+    sections: dict[str, Any] | None = None
+    """Sections of a config of ours, with what other options change; None for the file of another program."""
 
     def scenario_on(self, num_gpus: int | None) -> Scenario:
         """The scenario, on another number of GPUs if one is given."""
@@ -51,4 +54,6 @@ def read_like(options: argparse.Namespace) -> Like:
     overrides = [*options.overrides, *overrides]
     found = find_other(options.like, asked)
     case = read_case(options.like, overrides, asked)
-    return Like(case, None if found is None else TheirFile(found, options.like, overrides, asked))
+    if found is None:
+        return Like(case, None, read_sections(options.like, overrides))
+    return Like(case, TheirFile(found, options.like, overrides, asked))

@@ -176,7 +176,8 @@ def search_space(space: Space, options: argparse.Namespace, like: "Like | None" 
     if options.emit:
         from dtlayout.commands.emit import emit  # only now: a search does without configs
 
-        emitted = emit(options.emit, space.scenario, result.ranked[0], list_reasons(document))
+        sections = None if like is None else like.sections
+        emitted = emit(options.emit, space.scenario, result.ranked[0], list_reasons(document), sections)
         document |= {"emitted": str(options.emit), "emitted_for": emitted._asdict()}
     return document
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dtlayout.base.files import check_own, check_writable, expand
 from dtlayout.base.formatting import plural
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.counting import count_active_parameters, count_parameters
 from dtlayout.models.description import Description
 from dtlayout.models.files import read_config, trace_model
@@ -88,6 +89,11 @@ def _describe(operation: object) -> tuple[str, str]:
             held = describe_scores(scores)
             return "attention", f"{heads} heads, {kv_heads} of keys and values, {size} wide{seen}" + f"; {held}" * bool(
                 held
+            )
+        case TokenChoice(module=module, num_heads=heads, width=size):
+            return (
+                module,
+                f"{plural(heads, 'score')} of each pair of tokens, {size} wide, for the choice of what attention reads",
             )
         case Mixer(makes=name, width=size) as state:
             return name, f"state along the sequence, of {size} elements" + f"; {describe_state(state)}" * any(

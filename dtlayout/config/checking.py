@@ -11,12 +11,13 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.refusals import Refusal, describe
 from dtlayout.config.config import Config
 from dtlayout.config.loading import has_begun
+from dtlayout.config.new_rows import count_ids
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.families import find_family, find_target_problems
 from dtlayout.models.traced import find_changed_sizes, find_whole
-from dtlayout.models.weights import check_init_from
+from dtlayout.models.weights import check_init_from, describe_no_new_rows
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
@@ -102,6 +103,14 @@ def _check_first_weights(config: Config) -> list[Refusal]:
     return [Refusal("train.init_from", problem) for problem in check_init_from(config.train.init_from, config.model)]
 
 
+def _check_tokens(config: Config) -> list[Refusal]:
+    """An adapter's frozen model has a row for each token: it gets no new ones."""
+    model, num_ids = config.model, count_ids(config.data.tokenizer)
+    if model.adapter is None or not config.train.init_from or num_ids <= model.num_ids:
+        return []
+    return [Refusal("data.tokenizer", describe_no_new_rows(f"the tokenizer has {num_ids} ids", num_ids, model.num_ids))]
+
+
 def _check_export(config: Config) -> list[Refusal]:
     """Weights are exported out of a checkpoint."""
     if not config.checkpoint.export or config.checkpoint.save:
@@ -183,7 +192,7 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
-    _check_family, _check_adapter, _check_first_weights, _check_export, _check_spikes, check_warmup, _check_roles,
-    _check_ramp, _check_loss_scale, _check_disk, _check_traced,
+    _check_family, _check_adapter, _check_first_weights, _check_tokens, _check_export, _check_spikes, check_warmup,
+    _check_roles, _check_ramp, _check_loss_scale, _check_disk, _check_traced,
 )  # fmt: skip
 """Rules of sections beside each other."""

@@ -56,9 +56,15 @@ def load_formats(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
     return dict(_read_tables(path, overrides).get("precision", {}))
 
 
-def _read_tables(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+def read_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Section → its keys in a config file, with `--section.key=value` overrides, as they are written."""
     tables = toml.read(path, "config")
     override(tables, overrides)
+    return tables
+
+
+def _read_tables(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    tables = read_sections(path, overrides)
     if isinstance(train := tables.get("train"), dict):
         train.setdefault("run_folder", f"runs/{Path(path).stem}")
     return tables

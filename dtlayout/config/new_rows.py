@@ -37,7 +37,7 @@ def add_rows(
         return {**model, **_read_rows(begun)}
     data, layout = tables.get("data"), tables.get("layout")
     tokenizer = data.get("tokenizer") if isinstance(data, Mapping) else None
-    num_ids = max(sizes, _count_ids(tokenizer) if isinstance(tokenizer, str) else 0)
+    num_ids = max(sizes, count_ids(tokenizer) if isinstance(tokenizer, str) else 0)
     tp = layout.get("tp", 1) if isinstance(layout, Mapping) else 1
     unused = -num_ids % tp if type(tp) is int and 0 < tp < num_ids else 0
     return model if num_ids + unused == sizes else {**model, "vocab_size": num_ids + unused, "unused_rows": unused}
@@ -52,7 +52,7 @@ def _read_rows(run: Path) -> dict[str, int]:
         return {}
 
 
-def _count_ids(tokenizer: str) -> int:
+def count_ids(tokenizer: str) -> int:
     """One more than the largest id of a tokenizer; 0 where it cannot be read, which is said when it is opened."""
     if tokenizer == "bytes":
         return _BYTES

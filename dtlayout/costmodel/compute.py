@@ -12,7 +12,7 @@ from dtlayout.costmodel.attention import attention_s, flash_s, name_kept, score_
 from dtlayout.costmodel.cache_keys import ComputeLayout, TensorLayout, key_of
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
-from dtlayout.costmodel.operators import linear_s, matmul_s, pass_s, state_s
+from dtlayout.costmodel.operators import choice_s, linear_s, matmul_s, pass_s, state_s
 from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
@@ -157,7 +157,10 @@ def _compute_block(scenario: Scenario, layout: Layout, kernels: Kernels) -> tupl
     permuting_s += pass_s(scenario, base_bytes(scenario, layout, kernels))  # as much in backward
     casting_s, casting_again_s = (pass_s(scenario, each) for each in weight_cast_bytes(scenario, layout, kernels))
     rounding_s, rounding_again_s = (pass_s(scenario, each) for each in rounding_bytes(scenario, layout, kernels))
-    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s + casting_s + rounding_s
+    choosing_s = tokens * sum([
+        choice_s(scenario, each, scenario.batch.seq_len) for each in describe(scenario.model).choices
+    ])  # fmt: skip
+    forward_s = sum(matmuls_s) + choosing_s + attention_forward_s + elementwise_s + permuting_s + casting_s + rounding_s
     backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s - frozen_s
     backward_s += casting_again_s + rounding_again_s
     backward_s += _expert_gradients_s(scenario, layout)
@@ -439,6 +442,8 @@ def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
         latent_s = constants.latent_host_s if scenario.model.latent_attention else 0.0
         starts_s = max(starts_s, constants.experts_host_s + latent_s)
     graphed = {"none": 1.0, "attention": constants.graphed_share, "full": 0.0}
-    starts_s *= count_more_starts(scenario.model) * graphed[scenario.engine.features.cuda_graphs]
+    is_recorded = kernels.records_graphs and kernels.compiles_blocks and not scenario.is_on_host
+    starts_s *= count_more_starts(scenario.model)
+    starts_s *= graphed["full" if is_recorded else scenario.engine.features.cuda_graphs]
     waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
     return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

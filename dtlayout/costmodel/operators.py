@@ -3,6 +3,7 @@
 from math import inf
 
 from dtlayout.costmodel.scenario import Scenario, activation_size
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.mixer import Mixer
 
 
@@ -47,6 +48,14 @@ def state_s(scenario: Scenario, state: Mixer) -> float:
     exact_peak = gpu.peak_fp32_flops_per_s or gpu.peak_flops_per_s
     flops_s = (state.flops / matrix_flops_per_s(scenario) + state.exact_flops / exact_peak) / efficiency
     return max(flops_s, pass_s(scenario, choose_moved(scenario, state.product_moves)))
+
+
+def choice_s(scenario: Scenario, choice: TokenChoice, seq_len: int) -> float:
+    """Seconds of a token in a product that chooses what attention reads, by its FLOPs in its format."""
+    constants, gpu = scenario.engine.constants, scenario.cluster.gpu
+    exact_peak = gpu.peak_fp32_flops_per_s or gpu.peak_flops_per_s
+    peak = exact_peak if choice.exact else matrix_flops_per_s(scenario)
+    return choice.flops_per_token(seq_len) / (peak * constants.matmul_efficiency * constants.matmul_share)
 
 
 def choose_moved(scenario: Scenario, moves: tuple[float, float]) -> float:

@@ -94,10 +94,14 @@ def dry_run(
             tokens = torch.zeros(rows, config.batch.seq_len // layout.cp, dtype=torch.int64)
             targets = torch.zeros_like(tokens)
             rows = batch.global_batch // layout.dp
-            copies = GlooCopies() if device_type == "cpu" else nullcontext()
             for _ in range(max(1, num_steps)):
-                observer.take_step(tokens[:rows], targets[:rows], copies)
+                observer.take_step(tokens[:rows], targets[:rows], _see_copies(device_type))
     return observer.report(rank, gpus_per_node)
+
+
+def _see_copies(device_type: str) -> AbstractContextManager[Any]:
+    """A block in which the copies count that gloo makes of messages; NCCL makes none."""
+    return GlooCopies() if device_type == "cpu" else nullcontext()
 
 
 class _Observer:

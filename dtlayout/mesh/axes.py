@@ -64,7 +64,13 @@ def dp_rank(rank: int, layout: Layout) -> int:
 
 
 def own_positions(rank: int, layout: Layout, seq_len: int) -> tuple[range, ...]:
-    """Parts of each sequence that a rank has, in their order; the whole sequence at cp = 1."""
+    """Positions of the tokens of each sequence that a rank has, in their order; all of them at cp = 1.
+
+    A module of one's own cuts its rows by them, and gives them to its rotary embedding. `layout.cp_method` decides.
+
+    >>> own_positions(1, Layout(cp=2), 8), own_positions(1, Layout(cp=2, cp_method="all-to-all"), 8)
+    ((range(2, 4), range(4, 6)), (range(4, 8),))
+    """
     if layout.cp == 1:
         return (range(seq_len),)
     return own_parts(layout.context_method.order, seq_len, layout.cp, coordinate(rank, layout)["cp"])

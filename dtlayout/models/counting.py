@@ -65,11 +65,14 @@ def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:
     The convention of the study (arXiv:2311.05610) and of PaLM (arXiv:2204.02311, appendix B): N is every parameter,
     embeddings included, a tied one once, of experts those of a token; attention is counted whole although the mask is
     causal; what is computed again in backward is not credited. Of a frozen parameter it is 4: it has no gradient. What
-    states along the sequence compute is counted as attention is.
+    states along the sequence compute is counted as attention is, and what chooses tokens without a backward.
     """
     credited = 6 * count_active_parameters(model) - 2 * count_active_frozen_parameters(model)
     kinds = model.kinds(range(model.num_layers))
-    return credited + 3 * sum(number * count_mixing_flops_per_token(kind, seq_len) for kind, number in kinds)
+    return credited + sum(
+        number * (3 * count_mixing_flops_per_token(kind, seq_len) - 2 * count_choosing_flops_per_token(kind, seq_len))
+        for kind, number in kinds
+    )
 
 
 def count_block_flops_per_token(model: ModelShape, seq_len: int) -> float:
@@ -83,10 +86,16 @@ def count_head_flops_per_token(model: ModelShape) -> float:
 
 
 def count_mixing_flops_per_token(model: ModelShape, seq_len: int) -> float:
-    """Forward FLOPs of one block for a token that mix tokens of a sequence: attention's, and those of its states."""
-    return count_attention_flops_per_token(model, seq_len) + sum(
-        each.flops + each.exact_flops for each in describe(model).mixers
-    )
+    """Forward FLOPs of one block for a token that mix tokens of a sequence: attention's, those by which it chooses
+    tokens, and those of its states."""
+    of_states = sum(each.flops + each.exact_flops for each in describe(model).mixers)
+    of_attention = count_attention_flops_per_token(model, seq_len)
+    return of_attention + count_choosing_flops_per_token(model, seq_len) + of_states
+
+
+def count_choosing_flops_per_token(model: ModelShape, seq_len: int) -> float:
+    """FLOPs of one block for a token that choose what attention reads; forward alone computes them."""
+    return sum(each.flops_per_token(seq_len) for each in describe(model).choices)
 
 
 def count_attention_flops_per_token(model: ModelShape, seq_len: int) -> float:

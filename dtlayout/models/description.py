@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal
 
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.mixer import Mixer
 from dtlayout.models.operations import (
     ATTENDED,
@@ -43,7 +44,17 @@ _NORM_PARAMETERS: Mapping[str, tuple[Literal["weight", "bias"], ...]] = {
 }  # fmt: skip
 """`BlockVariant.norm_weights` → names of a norm's parameters."""
 Operation = (
-    Norm | Branch | Linear | RoutedExperts | Rotary | SelfAttention | Mixer | Activation | Elementwise | Residual
+    Norm
+    | Branch
+    | Linear
+    | RoutedExperts
+    | Rotary
+    | TokenChoice
+    | SelfAttention
+    | Mixer
+    | Activation
+    | Elementwise
+    | Residual
 )
 NO_ATTENTION = SelfAttention(0, 0, 0, 0)
 """Attention of a block that has none, as where a state takes its place: it computes nothing and holds nothing."""
@@ -92,6 +103,11 @@ class Description:
     def mixers(self) -> tuple[Mixer, ...]:
         """The states along the sequence that a block carries."""
         return tuple(each for each in self.block if isinstance(each, Mixer))
+
+    @cached_property
+    def choices(self) -> tuple[TokenChoice, ...]:
+        """The products by which a block chooses what attention reads."""
+        return tuple(each for each in self.block if isinstance(each, TokenChoice))
 
     @cached_property
     def experts(self) -> RoutedExperts | None:

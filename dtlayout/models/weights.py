@@ -111,6 +111,16 @@ def describe_new_rows(text: str, model: ModelShape, new_rows: str) -> list[str]:
     return lines
 
 
+def describe_no_new_rows(what: str, num_rows: int, num_there: int) -> str:
+    """Reason why an adapter is refused where `what` asks for `num_rows` rows, of which its frozen model lacks some."""
+    return (
+        f"beside [adapter] no rows are added: {what}, and the frozen model has {num_there} rows of embedding and head, "
+        f"which a PEFT folder does not hold; resize it first, by transformers: "
+        f"model.resize_token_embeddings({num_rows}, pad_to_multiple_of=8), and save_pretrained to a new folder for "
+        f"train.init_from"
+    )
+
+
 def describe_cut_rows(model: ModelShape) -> list[str]:
     """A line about rows of embedding and head that an export is without; none where it has all."""
     if not model.unused_rows:
@@ -176,7 +186,10 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
             return [f"{where}: {problem}" for problem in of_adapter]
         folder = find_base_folder(folder)
         stored = find_weights(folder)
-        problems = find_weight_problems(stored, shrink_to(stored, model.base))
+        there = shrink_to(stored, model.base)
+        if model.adapter is not None and there.vocab_size < model.vocab_size:
+            return [describe_no_new_rows(f"model.vocab_size={model.vocab_size}", model.vocab_size, there.vocab_size)]
+        problems = find_weight_problems(stored, there)
         made_for = find_trained_model(str(folder / CONFIG))
         find_model_files(folder), find_tokenizer_files(folder)  # which an export takes along
     except InvalidConfig as error:

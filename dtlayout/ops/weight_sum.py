@@ -155,7 +155,8 @@ def adds_finer(device_type: str, fmt: torch.dtype, total: torch.dtype) -> bool:
     """True if torch's matmul of such tensors adds to a sum of another format on this device: tried once, and right."""
     if device_type != "cuda":
         return False
-    left = torch.arange(256, device=device_type, dtype=torch.float32).view(16, 16).remainder(7).to(fmt)
+    # Products of up to 16 · 60²: whole numbers in fp32, too large for bf16 and fp16 to hold them all.
+    left = torch.arange(256, device=device_type, dtype=torch.float32).view(16, 16).remainder(61).to(fmt)
     found = torch.ones(16, 16, device=device_type, dtype=total)
     try:
         _add_finer(found, left.t(), left, begins=False)

@@ -81,6 +81,8 @@ class Runtime:
     schedule: Schedule
     mesh: DeviceMesh
     boundary: Boundary
+    micro_batch: int = 0
+    """Rows of a microbatch that a training step must bring; 0 for as many as come."""
     before_action: Callable[[Action | None], None] = lambda action: None
     """Called with each action before it is executed, and with None after the last action; for measurements."""
     after_input: Callable[[], None] = lambda: None
@@ -149,6 +151,11 @@ class Runtime:
 
     def _begin(self, inputs: Tensor, contexts: Sequence[Any], targets: dict[str, Any], *, trains: bool) -> "_Step":
         num_rows, m = inputs.shape[0], self.schedule.num_microbatches
+        if trains and self.micro_batch and num_rows != m * self.micro_batch:
+            raise DtlayoutError(
+                f"{plural(num_rows, 'row')}, and this rank takes {m * self.micro_batch} ({plural(m, 'microbatch')} of "
+                f"{self.micro_batch}); bring those of its data-parallel rank alone"
+            )
         if num_rows % m:
             raise DtlayoutError(f"{num_rows} rows do not make {m} equal microbatches; bring a multiple of {m}")
         if len(contexts) not in (0, m):
@@ -214,6 +221,10 @@ class _Step:
         context = self.contexts[i : i + 1]  # empty where there are no contexts
         output = self.runtime.modules[stage](x, *context, **(self.targets[i] if is_last else {}))
         if is_last:
+            if output.numel() != 1:
+                raise DtlayoutError(
+                    f"the last stage gave {tuple(output.shape)}, and no scalar; give loss=, or have it compute the loss"
+                )
             self.loss = output.detach() if self.loss is None else self.loss + output.detach()
         else:
             _check_boundary(output, self.runtime.boundary, stage)

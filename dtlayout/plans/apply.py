@@ -31,8 +31,8 @@ from dtlayout.plans.experts import share_counts, split_experts
 from dtlayout.plans.fake_quantize import fake_quantize_linears
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
-from dtlayout.plans.patterns import check_patterns, check_styles
-from dtlayout.plans.plan import Plan, TensorStyle, list_parameters, match_names
+from dtlayout.plans.patterns import check_parameters, check_patterns, check_styles
+from dtlayout.plans.plan import Plan, list_parameters, match_names
 from dtlayout.plans.quantize import quantize_linears
 from dtlayout.plans.scale import scale_experts, scale_linears
 from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
@@ -55,11 +55,14 @@ def apply_plan(
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
     `reduction_group` is that of `open_reduction_group`, `kept` where a rank's stages keep together what the plan has
     on the host; whoever gives it calls `before_work`. `experts` is that of `build_expert_mesh`, where the plan has a
-    unit of experts. InvalidConfig with the nearest names, before anything is changed, if the plan has a style that
-    nobody knows, or without a pipeline a pattern that matches nothing.
+    unit of experts. What has `requires_grad=False` stays so. InvalidConfig with the nearest names, before anything is
+    changed, if the plan has a style that nobody knows, or without a pipeline a pattern that matches nothing; with tp
+    also if a trained parameter beside split matmuls has no style.
     """
     check_plan(plan, [module] if mesh[PP].size() == 1 else [])
     if mesh[TP].size() > 1:
+        trained = [name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad]
+        check_parameters(plan, [name for name, _ in module.named_modules()], trained)
         split_tensors(module, plan.tensor, mesh[TP])
     if experts is not None and experts.ep.size() > 1:
         split_experts(module, plan.experts, experts.ep)
@@ -97,7 +100,7 @@ def check_plan(plan: Plan, stages: Sequence[nn.Module]) -> None:
         check_patterns(plan, modules, parameters)
 
 
-def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: DeviceMesh) -> None:
+def split_tensors(module: nn.Module, styles: Mapping[str, str], tp_mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism; parameters that were tied stay tied."""
     names_of = defaultdict[int, list[str]](list)
     for name, parameter in module.named_parameters(remove_duplicate=False):

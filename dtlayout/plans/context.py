@@ -33,7 +33,7 @@ N keys of a part, cp ranks.
 """
 
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any, Protocol
@@ -52,6 +52,7 @@ from dtlayout.ops.positions import OwnPositions
 from dtlayout.ops.rope import RotaryEmbedding
 from dtlayout.plans.attention_tiles import AttentionTile, Queries
 from dtlayout.plans.collectives import Group, Moved, begin_exchange, begin_gather, begin_scatter, wait
+from dtlayout.plans.patterns import check_context_styles
 from dtlayout.plans.plan import match_names
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, own_parts
 from dtlayout.spec.kernel_records import AttentionKernel
@@ -63,12 +64,14 @@ ContextChange = Callable[[nn.Module, str, str, Group], None]
 """(module, attribute to change, attention kernel, ranks of cp) → None; the change that a style makes."""
 
 
-def apply_context(module: nn.Module, styles: dict[str, str], attention: str, cp_mesh: DeviceMesh) -> None:
+def apply_context(module: nn.Module, styles: Mapping[str, str], attention: str, cp_mesh: DeviceMesh) -> None:
     """Change every place below `module` that a pattern of `styles` matches; `attention` is the kernel that attends.
 
     The last part of a pattern is a module or, like `attend`, a function that a module has. Where a stage lacks a place
-    nothing is changed. InvalidConfig if a style does not fit the place that it finds.
+    nothing is changed. InvalidConfig if a style is unknown, or does not fit the place that it finds. Positions of a
+    module of one's own are not changed, and would count from 0 on each rank: it takes those of `own_positions`.
     """
+    check_context_styles(styles, CONTEXT_STYLES)
     group = Group.of(cp_mesh)
     for pattern, style in styles.items():
         owner_pattern, _, attribute = pattern.rpartition(".")

@@ -43,7 +43,8 @@ def split_experts(module: nn.Module, pattern: str, ep_mesh: DeviceMesh) -> None:
         experts.dispatch = Dispatcher(Group.of(ep_mesh))
         for stack in (part for part in experts.modules() if isinstance(part, StackedLinear)):
             stack.__class__ = _SplitStack
-            stack.weight = nn.Parameter(distribute_tensor(stack.weight, ep_mesh, [Shard(0)]))
+            part = distribute_tensor(stack.weight, ep_mesh, [Shard(0)])
+            stack.weight = nn.Parameter(part, requires_grad=stack.weight.requires_grad)
 
 
 class _SplitStack(StackedLinear):

@@ -178,9 +178,6 @@ def shard(
         reduce_dtype=getattr(torch, plan.precision.reduce),
         cast_forward_inputs=False,  # stages and embeddings hand on what they compute
     )
-    # Memory is pinned beside a GPU, so that neither copy makes the host wait; pages of a file cannot be.
-    pins = mesh.device_type == "cuda" and not plan.has_state_on_disk
-    offload = CPUOffloadPolicy(pin_memory=pins) if plan.offloads_state else OffloadPolicy()
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
     data, of_experts = ShardMesh(data_mesh(mesh), reduction_group), set(match_names(plan.experts, names))
@@ -192,7 +189,7 @@ def shard(
         fully_shard(
             [module.get_submodule(name) for name in members], mesh=where.mesh, reshard_after_forward=reshards,
             shard_placement_fn=partial(place_shards, mesh=where.mesh),
-            mp_policy=policy, offload_policy=offload, ignored_params=counters,
+            mp_policy=policy, offload_policy=_find_offload(plan, mesh.device_type), ignored_params=counters,
         )  # fmt: skip
     units, reductions = list[FSDPModule](), list[DefaultReduceScatter]()
     for name in (*(members[0] for members in in_order), ""):
@@ -221,6 +218,13 @@ def shard(
         summed=tuple(module.get_submodule(name) for pattern in plan.summed for name in match_names(pattern, names)),
         casts=casts,
     )
+
+
+def _find_offload(plan: Plan, device_type: str) -> OffloadPolicy:
+    """Policy of FSDP2 for the state: beside a GPU in pinned memory, if not in a file, so that no copy makes it wait."""
+    if not plan.offloads_state:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda" and not plan.has_state_on_disk)
 
 
 def _make_reduction(group: dist.ProcessGroup | None) -> DefaultReduceScatter:

@@ -24,11 +24,11 @@ each microbatch:
 | head-gather | all-gather, and these two | reduce-scatter |
 | head-norm | | (weight gradients: an all-reduce when gradients are synchronised) |
 | replicated, scale | | (weight gradients: an all-reduce when gradients are synchronised) |
-| rowwise-term, scale-split, parts | | |
+| rowwise-term, scale-split, whole | | |
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,22 +50,15 @@ from dtlayout.models.families import describe
 from dtlayout.models.operations import Linear, Norm
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY
+from dtlayout.plans.style_table import TensorStyle
 from dtlayout.spec.kernel_records import ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
-from dtlayout.spec.kernels import RECORDED_MODES, Compile, CompileMode, Kernels
+from dtlayout.spec.kernels import Compile, CompileMode, Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.layout_keys import Offload
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import ALIGNMENT, Precision
 from dtlayout.spec.recompute import Recompute
-
-TensorStyle = Literal[
-    "colwise", "rowwise", "rowwise-scatter", "rowwise-scatter-cast", "rowwise-overlap", "embedding",
-    "embedding-scatter", "input", "input-gather", "input-gather-cast", "input-overlap", "sequence", "head",
-    "head-gather", "head-norm", "replicated", "rowwise-term", "scale", "scale-split", "norm-split",
-    "traced", "traced-sequence",
-]  # fmt: skip
-
 
 OVERLAPPED_PIECES = 4
 """Pieces that `layout.tp_overlap` sends: matmuls can hide all but one, and each has a quarter of the tokens."""
@@ -73,10 +66,17 @@ OVERLAPPED_PIECES = 4
 
 @dataclass(frozen=True)
 class Plan(Offload):
-    """Placements, recomputation and sharding of a model's modules; `print(plan)` shows it as a table."""
+    """Placements, recomputation and sharding of a model's modules; `print(plan)` shows it as a table.
 
-    tensor: dict[str, TensorStyle]
-    """Pattern → how tensor parallelism splits the module; the first pattern that matches decides."""
+    A pattern is the full name of a module in which `*` stands for exactly one part: "layers.*.mlp" is "layers.0.mlp",
+    and neither "layers.0" nor "layers.0.mlp.up". Those of `frozen` are names of parameters: "layers.*.mlp.up.weight". A
+    forward between a colwise and a rowwise layer sees a rank's own heads alone, so it must not count them: it says
+    `view(b, s, -1, head_dim)`, and not `view(b, s, num_heads, -1)`.
+    """
+
+    tensor: Mapping[str, str]
+    """Pattern → style: how tensor parallelism splits the module; the first pattern that matches decides. `STYLE_TABLE`
+    of plans/style_table.py has them all."""
     blocks: str
     """Pattern of the modules that `recompute` counts and covers."""
     recompute: Recompute = field(default=Recompute(0), kw_only=True)
@@ -88,7 +88,7 @@ class Plan(Offload):
     """Data that the units shard: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
     precision: Precision
     """Number formats of parameters, computation and gradient reduction."""
-    context: dict[str, str] = field(default_factory=dict)
+    context: Mapping[str, str] = field(default_factory=dict)
     """Pattern → how cp's ranks share a place, a module or a function that a module has: `CONTEXT_STYLES` of
     plans/context.py."""
     attention: str = Kernels.attention
@@ -236,7 +236,7 @@ def find_summed(model: ModelShape, layout: Layout, kernels: Kernels, precision: 
 
     None where CUDA graphs would replay the addresses of an earlier step's sums.
     """
-    if not has_sums(layout) or (kernels.compile != "none" and kernels.compile_mode in RECORDED_MODES):
+    if not has_sums(layout) or kernels.records_graphs:
         return ()
     found = ((where, each) for where, block in _list_blocks(model) for each in block if isinstance(each, Linear))
     names = [
@@ -294,6 +294,7 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
     styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
     for blocks, operations in _list_blocks(model):
         inner = {each.module for each in operations if isinstance(each, Linear) and each.style != "rowwise"}
+        opened = {_find_branch(each) for each in operations if isinstance(each, Linear) and each.is_split}
         for operation in operations:
             match operation:
                 case Norm(parameters=()):  # nothing of it is split, and it has no gradient
@@ -304,9 +305,10 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
                     styles[f"{blocks}.{operation.module}"] = "head-norm"
                 case Norm() if scatter:
                     styles[f"{blocks}.{operation.module}"] = "sequence"
+                case Norm() if operation.module.rpartition(".")[0] in opened:  # it stands beside split matmuls (OPT)
+                    styles[f"{blocks}.{operation.module}"] = "whole"
                 case Linear(style="colwise"):
-                    branch = (operation.part_of or operation.module).rpartition(".")[0]
-                    if branch:  # a matmul of the block itself (OPT's fc1) opens on its own
+                    if branch := _find_branch(operation):  # a matmul of the block itself (OPT's fc1) opens on its own
                         styles.setdefault(f"{blocks}.{branch}", opening)
                     styles[f"{blocks}.{operation.module}"] = "colwise"
                 case Linear(style="rowwise"):
@@ -322,6 +324,11 @@ def tensor_styles(model: ModelShape, layout: Layout, *, casts: bool = False) -> 
     if model.family == FAMILY:
         styles[""] = "traced-sequence" if scatter else "traced"
     return styles | {HEAD: "head-gather" if scatter else "head"}
+
+
+def _find_branch(matmul: Linear) -> str:
+    """The module that a matmul is a child of; empty for a child of the block."""
+    return (matmul.part_of or matmul.module).rpartition(".")[0]
 
 
 def _adapter_styles(operation: Operation) -> dict[str, TensorStyle]:

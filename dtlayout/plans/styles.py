@@ -38,7 +38,6 @@ from dtlayout.plans.collectives import (
     replicate,
 )
 from dtlayout.plans.overlap import multiply_while_scattering, projecting
-from dtlayout.plans.plan import TensorStyle
 
 HIDDEN_STATES = "hidden_states"
 """Name by which modules of transformers take hidden states, where they are no first argument."""
@@ -250,6 +249,13 @@ class _LocalScale(ScaleVector):
         return x * local(self.weight)
 
 
+class Whole(ParallelStyle):
+    """Style of a module that computes the same on each rank of tp: parameters and gradients stay as they are."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 class TracedRank(ParallelStyle):
     """Style of a whole model whose own code must know which heads it has, and which part of each sequence."""
 
@@ -362,11 +368,12 @@ class _Local(torch.autograd.Function):
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> nn.Module:
     """Make a module's own parameters DTensors; modules inside of it, such as an adapter's, have styles of their own."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placements[name]])))
+        part = distribute_tensor(parameter, mesh, [placements[name]])
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     return module
 
 
-STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": Colwise,
     "rowwise": lambda: Rowwise(all_reduce),
     "rowwise-scatter": lambda: Rowwise(reduce_scatter),
@@ -383,6 +390,7 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": PartialNorm,
     "norm-split": SplitNorm,
+    "whole": Whole,
     "replicated": lambda: Placed(_ReplicatedLinear, weight=Replicate(), bias=Replicate()),
     "rowwise-term": lambda: Placed(_LocalLinear, weight=Shard(1)),
     "scale": lambda: Placed(_ReplicatedScale, weight=Replicate()),

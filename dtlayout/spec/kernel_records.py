@@ -57,6 +57,10 @@ class KernelRequest:
     """Whether gradients of weights come apart from those of inputs, `Layout.splits_backward`."""
     offloads_activations: bool = False
     """Whether what blocks keep lies on the host, `Layout.offloads_activations`."""
+    is_pipelined: bool = False
+    """Whether blocks are cut into stages, `Layout.is_pipelined`."""
+    zero: int = 1
+    """ZeRO stage, as in `Layout.zero`."""
     expert_widths: tuple[int, ...] = ()
     """Widths of the rows that experts read and make; empty where a model has no experts."""
     is_traced: bool = False
@@ -86,6 +90,8 @@ class KernelRequest:
             in_parts=layout.attends_in_parts,
             splits_backward=layout.splits_backward,
             offloads_activations=layout.offloads_activations,
+            is_pipelined=layout.is_pipelined,
+            zero=layout.zero,
             expert_widths=(model.hidden_size, experts.ffn_size) if experts else (),
             is_traced=bool(model.trace),
         )

@@ -21,7 +21,7 @@ RECORDED_MODES: tuple[CompileMode, ...] = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record CUDA graphs."""
 AUTO = "auto"
 COMPILE_OPTIONS = ("compile_mode", "compile_fullgraph")
-"""Keys that say how torch.compile does its work: no search varies them, and no prediction reads them."""
+"""Keys that say how torch.compile does its work: no search varies them. Predictions ask for CUDA graphs alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class Kernels:
     """Parts that torch.compile compiles: each block by itself and the loss (blocks), the loss (loss), or a whole
     pipeline stage (model)."""
     compile_mode: CompileMode = "default"
-    """`mode` of torch.compile. reduce-overhead and max-autotune record CUDA graphs, whose memory is not predicted."""
+    """`mode` of torch.compile. reduce-overhead and max-autotune record CUDA graphs, whose memory is not predicted. They
+    are refused where sizes or addresses change from one microbatch to the next."""
     compile_fullgraph: bool = False
     """`fullgraph` of torch.compile: whether what would break the graph is an error, with its place and its reason."""
 
@@ -63,6 +64,11 @@ class Kernels:
     def compiles_blocks(self) -> bool:
         """Whether torch.compile fuses what is elementwise in a block."""
         return self.compile in ("blocks", "model")
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether CUDA graphs of compiled parts are recorded, whose kernels the host starts all at once."""
+        return self.compile != "none" and self.compile_mode in RECORDED_MODES
 
     @property
     def records(self) -> list[Kernel]:
@@ -180,6 +186,56 @@ def _check_compile_options(kernels: Kernels, request: KernelRequest) -> Iterator
         )
 
 
+def _check_graphs(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
+    """A CUDA graph repeats kernels with their sizes and addresses, and frees its memory when a forward begins anew.
+
+    torch begins anew (inductor's `cudagraph_trees.py`) with the first compiled forward that follows any backward.
+    """
+    if not kernels.records_graphs:
+        return
+    said, otherwise = f"kernels.compile_mode={kernels.compile_mode}", "kernels.compile_mode=max-autotune-no-cudagraphs"
+    if request.device.type == "cpu":
+        if kernels.compile_mode == "reduce-overhead":  # the other one chooses kernels too
+            yield Refusal("graphs on a CPU", f"{said} records CUDA graphs, and a CPU has none", f"use {otherwise}")
+        return
+    of_blocks = kernels.compiles_blocks
+    attention = find_kernel(AttentionKernel, kernels.attention)
+    repeats = kernels.compile == "blocks" and bool(Recompute.parse(request.recompute).every)
+    broken = [
+        (bool(request.expert_widths) and of_blocks, "experts get other numbers of rows each time", ""),
+        (
+            request.document_mask and of_blocks and not attention.needs_mask("cuda"),
+            f"kernels.attention={attention.name} reads offsets of documents, which are more or fewer each time",
+            " or kernels.attention=sdpa-cudnn",
+        ),
+        (
+            request.is_pipelined,
+            "a stage holds what several microbatches keep, and a graph frees it when the next forward follows a "
+            "backward",
+            " or layout.pp=1",
+        ),
+        (
+            repeats,
+            f"layout.recompute={request.recompute} runs forwards inside the backward, where they free the blocks' "
+            f"inputs",
+            " or layout.recompute=none",
+        ),
+        (
+            request.offloads_activations and of_blocks,
+            "what layout.offload=activations brings back lies at another address than the graph reads",
+            " or layout.offload=none",
+        ),
+        (
+            request.zero == 3 and of_blocks,
+            "layout.zero=3 gathers weights into other memory each time, and a graph reads them where they were",
+            " or layout.zero=2",
+        ),
+    ]
+    for is_broken, why, instead in broken:
+        if is_broken:
+            yield Refusal("graphs", f"{said} records CUDA graphs: {why}", f"use {otherwise}{instead}")
+
+
 def _check_offload(kernels: Kernels, request: KernelRequest) -> Iterator[Refusal]:
     """Activations that lie on the host are copied between blocks, which are no single program."""
     if request.offloads_activations and kernels.compile == "model":
@@ -226,7 +282,7 @@ def _check_repeatable(kernels: Kernels, request: KernelRequest) -> Iterator[Refu
 
 _RULES: tuple[Callable[[Kernels, KernelRequest], Iterator[Refusal]], ...] = (
     _check_device, _check_packages, _check_parts, _check_expert_widths, _check_split_backward,
-    _check_experts_compiled, _check_compile_options, _check_offload,
+    _check_experts_compiled, _check_compile_options, _check_graphs, _check_offload,
     _check_random_state, _check_repeatable,
 )  # fmt: skip
 

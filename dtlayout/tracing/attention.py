@@ -109,12 +109,14 @@ def attend(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as `transformers` asks for it: of [B, H, S, K] and [B, G, S, K], the result [B, S, H, K].
 
-    `softcap` bounds the scores, `s_aux` [H] are sinks, to which probability goes that no token gets. InvalidConfig for
-    a tensor that is none of these arguments, since it would change the result.
+    `softcap` bounds the scores, `s_aux` [H] are sinks, to which probability goes that no token gets. `indices`
+    [B, S, n] are the positions of the n tokens that each token may attend to, beside what the mask says. InvalidConfig
+    for a tensor that is none of these arguments, since it would change the result.
     """
     unknown = [name for name, option in options.items() if isinstance(option, Tensor) and name not in _UNUSED]
     if unknown:
@@ -124,6 +126,8 @@ def attend(
     width = query.shape[-1]
     scale = width**-0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if indices is not None:
+        attention_mask = see_chosen(indices, attention_mask, key.shape[2])
     is_of_kernel = attention_mask is None or attention_mask.dim() < _DIMS_OF_MASK
     is_plain = softcap is None and s_aux is None and position_bias is None and causal
     if attention_mask is not None and attention_mask.dim() == _DIMS_OF_MASK - 1:
@@ -136,6 +140,20 @@ def attend(
         asked = ScoreRule(scale, causal, softcap, s_aux, position_bias)
         y_BHSK = module.attend_otherwise(query, key, value, attention_mask, asked)  # type: ignore[operator]
     return y_BHSK.transpose(1, 2).contiguous(), None
+
+
+def see_chosen(indices: Tensor, mask: Tensor | None, num_keys: int) -> Tensor:
+    """Mask [B, 1, S, `num_keys`], true where a token is among those at `indices` [B, S, n] and `mask` lets it be seen.
+
+    Without a mask a token sees none that comes later. InvalidConfig for a mask of numbers, or of a kernel.
+    """
+    chosen = torch.zeros((*indices.shape[:2], num_keys), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return chosen.tril()
+    if mask.dtype != torch.bool or mask.dim() != _DIMS_OF_MASK:
+        raise InvalidConfig("attention to chosen tokens takes a mask that says which tokens each one sees")
+    return chosen & mask
 
 
 def attend_otherwise(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, asked: ScoreRule) -> Tensor:

@@ -76,7 +76,11 @@ class BlockRuns:
     def _end(self, _: nn.Module, __: Any, result: Any) -> Any:
         left = self._left = next(list_tensors(result))
         self.leave(left)
-        return (left, *[None for _ in result[1:]]) if isinstance(result, tuple) else left
+        if not isinstance(result, tuple):
+            return left
+        # What has no gradient, such as the tokens that were chosen, goes on to the next block.
+        rest = [each if isinstance(each, Tensor) and not each.requires_grad else None for each in result[1:]]
+        return (left, *rest)
 
     def finish(self) -> None:
         """Run the backward of the block that ran last."""

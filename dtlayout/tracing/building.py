@@ -16,23 +16,51 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
     InvalidConfig for encoder-decoders, for models that need code from elsewhere, and for others that `transformers`
     does not build as causal models.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     register()
     if getattr(config, "is_encoder_decoder", False):
         raise InvalidConfig(f"{config.model_type} has an encoder and a decoder; train a model with a decoder alone")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind = find_causal_class(config)
+    takes = getattr(kind, "_supports_attention_backend", False), getattr(kind, "_supports_sdpa", False)
+    attention = NAME if takes[0] else "sdpa" if takes[1] else "eager"
+    try:
+        with torch.device("meta"):
+            return build_causal(without_dropout(config), attn_implementation=attention, dtype=dtype)
+    except InvalidConfig:
+        raise
+    except Exception as error:
+        raise InvalidConfig(f"transformers does not build {config.model_type!r}: {first_line(error)}") from error
+
+
+def find_causal_class(config: Any) -> Any:
+    """The class of `transformers` that is the causal model of a config; None if there is none.
+
+    A family that sees images may be listed by its whole config alone, though its class takes the part that reads text.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type_to_module_name(config.model_type))
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    return found if getattr(found, "config_class", None) is type(config) else None
+
+
+def build_causal(config: Any, **options: Any) -> Any:
+    """The causal model of a config, on torch's default device; `options` are those of `from_config`.
+
+    InvalidConfig if `transformers` has none. Code of a family raises what it does.
+    """
+    kind = find_causal_class(config)
+    if kind is None:
         raise InvalidConfig(
             f"transformers itself has no causal model of {config.model_type!r}, and code of a repository is never run"
         )
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    attention = NAME if kind._supports_attention_backend else "sdpa" if kind._supports_sdpa else "eager"
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation=attention, dtype=dtype)
-    except Exception as error:
-        raise InvalidConfig(f"transformers does not build {config.model_type!r}: {first_line(error)}") from error
+    return kind._from_config(config, **options)
 
 
 def without_dropout(config: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dtlayout.tracing.building import build_causal
 from dtlayout.tracing.shrink import shrink
 
 _MOST_PARAMETERS = 20_000_000
@@ -30,18 +31,18 @@ def find_acausal(config: Mapping[str, Any], block_kinds: Sequence[int]) -> str:
 
 def _reads_ahead(config: Mapping[str, Any], block_kinds: Sequence[int]) -> bool:
     """True if logits of the first token change with the second one."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     try:
         small = shrink(config, block_kinds)
         parsed = CONFIG_MAPPING[small["model_type"]].from_dict(small)
         with torch.device("meta"):
-            size = sum(each.numel() for each in AutoModelForCausalLM.from_config(parsed).parameters())
+            size = sum(each.numel() for each in build_causal(parsed).parameters())
         if size > _MOST_PARAMETERS:
             return False
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32).eval()
+            model = build_causal(parsed, dtype=torch.float32).eval()
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.1)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.models.choice import TokenChoice
 from dtlayout.models.description import Operation
 from dtlayout.models.mixer import Mixer
 from dtlayout.models.operations import (
@@ -30,6 +31,7 @@ from dtlayout.models.operations import (
 )
 from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.tape import HIDDEN
+from dtlayout.tracing.gradients import find_differentiated
 from dtlayout.tracing.kept import count_kept, count_moved, name_kept
 from dtlayout.tracing.norms import find_rms_eps
 from dtlayout.tracing.pieces import Range, find_pieces, find_range
@@ -49,6 +51,10 @@ _SUMS = {"add", "iadd", "radd"}
 _ATTENTION = "scaled_dot_product_attention"
 _MIXING = {"conv1d", "cumsum", "pad", "roll", "flip"}
 """Functions by which tokens read others; a module with a state calls one at least."""
+_CONSTANTS = {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like", "full_like"}
+"""Functions that read the shape of a tensor, and none of its elements."""
+_WRITES = {"setitem", "copy"}
+"""Functions that write elements into a part of a tensor."""
 _MATMULS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "rmatmul"}
 
 
@@ -134,11 +140,14 @@ class _Reader:
         self.joined = dict[str, Sequence[Range]]()
         """Matmul → its pieces, of those that an operation for each piece would let tp split."""
         self.parameters = dict(record.parameters)
+        self.differentiated = find_differentiated(record)
         self.values: dict[int, Value] = {record.enters: Value((HIDDEN,))}
         self.operations: list[Operation] = []
         self.linears: dict[str, Linear] = {}
         self.results: dict[str, int] = {}
         """Matmul → the tensor that it made."""
+        self.constants = set[int]()
+        """Tensors whose elements come from no other tensor."""
         self.reads_stream = ""
         """The norm that was the first to read the residual stream as it is now."""
         self.consumers: dict[str, set[str]] = {}
@@ -164,7 +173,7 @@ class _Reader:
             call = calls[place]
             end = place + 1
             if call.module in self.norms:
-                while end < len(calls) and calls[end].module == call.module:
+                while end < len(calls) and (calls[end].module, calls[end].visit) == (call.module, call.visit):
                     end += 1
                 self._read_norm(calls[place:end])
             else:
@@ -179,9 +188,11 @@ class _Reader:
     # Calls
 
     def _read_call(self, call: Call) -> None:
-        if call.function == "setitem":  # which fills a tensor that another call has made of the same sources
-            if (owner := self._find_owner(call.module)) and (filled := self._join_values(call, owner)):
-                self.values[call.reads[0]] = filled
+        if call.function in _CONSTANTS:
+            self.constants.update(call.makes)
+            return
+        if call.function in _WRITES and len(call.reads) > 1:
+            self._write(call)
             return
         if call.function == "linear":
             self._read_linear(call, call.reads[0], call.reads[1], call.reads[2:])
@@ -214,8 +225,8 @@ class _Reader:
             elif made := self._join_values(call, owner):
                 self.values |= dict.fromkeys(call.makes, made)
             return
-        if any(len(self.record.shapes[each]) > 1 for each in call.reads if each in self.parameters):
-            raise _UnknownUse(parameters[0], f"is read by {call.function}, which no plan knows")
+        if matrices := [each for each in parameters if self.block.get_parameter(each).dim() > 1]:
+            raise _UnknownUse(matrices[0], f"is read by {call.function}, which no plan knows")
         if not known:
             return
         if call.function in _MATMULS and len(known) == 2:
@@ -276,6 +287,21 @@ class _Reader:
             if name.rpartition(".")[0] not in self.norms and name.rpartition(".")[0] not in multiplying
         )
 
+    def _write(self, call: Call) -> None:
+        """A part of a tensor is written: what lies in the same memory comes from what is written, too."""
+        written, owner = call.reads[0], self._find_owner(call.module)
+        memory = self.record.places[written].memory
+        same = [each for each in (*self.values, *self.constants) if self.record.places[each].memory == memory]
+        known = [self.values[each] for each in (*same, *call.reads[1:]) if each in self.values]
+        if not known:
+            return
+        sources = tuple(dict.fromkeys(name for each in known for name in each.sources))
+        passes, rotated = max(each.passes for each in known), max(each.rotated for each in known)
+        mixer = owner or next((each.mixer for each in known if each.mixer), "")
+        made = Value(sources, passes + bool(owner), rotated, mixer=mixer)
+        self.values |= dict.fromkeys((*same, written, *call.makes), made)
+        self.constants.difference_update(same)
+
     def _find_piece(self, tensor: int, sources: Sequence[str]) -> Value | None:
         """A view of one piece of a matmul that is cut; None for other tensors."""
         for module, pieces in self.cut.items():
@@ -312,9 +338,13 @@ class _Reader:
         own = tuple(name for name in ("weight", "bias") if f"{module}.{name}" in parameters)
         is_of_heads = value.rotated[0] > 0  # after the rotary embedding, which is a step of its own
         reads = value.sources[0] if is_of_heads else self._name_read(value, width, module, is_norm=True)
+        number = sum(isinstance(each, Norm) and each.module.partition("#")[0] == module for each in self.operations)
+        if number:  # called again, on something else, with the same weights
+            module, own = f"{module}#{number + 1}", ()
         keeps = name_kept(calls, self.record, entered)
         norm = Norm(
             module, width, heads if heads > 1 else 0, reads,
+            trains=calls[-1].makes[0] in self.differentiated,
             parameters=own,  # type: ignore[arg-type]
             initial="zeros" if adds_one else "ones",
             keeps=keeps,  # type: ignore[arg-type]
@@ -332,6 +362,8 @@ class _Reader:
     def _read_linear(
         self, call: Call, entered: int, weight: int, bias: Sequence[int], *, is_transposed: bool = False
     ) -> None:
+        if entered in self.constants:  # such as the zeros before a first token, which cost a token nothing
+            return
         if entered not in self.values:
             raise InvalidConfig(f"{call.module} multiplies what does not come from hidden states")
         name = self.parameters.get(weight)
@@ -345,7 +377,8 @@ class _Reader:
         has_own = isinstance(owner, nn.Linear) and owner.bias is not None  # which its code may add by itself
         has_bias = has_own or any(each in self.parameters for each in bias)
         reads = self._name_read(self.values[entered], inputs, module, entered)
-        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias)
+        trains = weight in self.differentiated
+        linear = Linear(module, reads, inputs, outputs, "replicated", bias=has_bias, trains=trains)
         joined = replace(linear, part_of=module, rows=outputs, is_transposed=is_transposed)
         is_odd = is_transposed or (isinstance(owner, nn.Linear) and type(owner) is not nn.Linear)
         made = [joined if is_odd else linear]
@@ -415,8 +448,9 @@ class _Reader:
             raise InvalidConfig(f"{call.module} has stacks of experts that nobody knows: {', '.join(shapes)}")
         inner = math.prod(closing) // number // width
         opening = sum(math.prod(shape) for name, shape in stacks.items() if "down" not in name) // number // width
-        per_token = next((each.numbers[0] for each in self.record.calls if each.function == "topk" and each.numbers), 0)
-        scores = [name for each in call.reads[1:] for name in self.values.get(each, Value(())).sources]
+        per_token = self._count_chosen(call)
+        others = [*call.reads[1:], call.reads[0]]  # code may multiply tokens by their scores before
+        scores = [name for each in others for name in self.values.get(each, Value(())).sources]
         router = next((name for name in scores if name in self.linears), "")
         if not (per_token and router and opening in (inner, 2 * inner)):
             raise InvalidConfig(f"{call.module} has no router whose top-k says how many experts compute a token")
@@ -428,17 +462,36 @@ class _Reader:
         self.used.update(f"{call.module}.{name}" for name in shapes)
         self.values[call.makes[0]] = Value((call.module,))
 
+    def _count_chosen(self, call: Call) -> int:
+        """Experts that compute a token: as many as it is given numbers of, or the last top-k before it has.
+
+        Other top-k may choose groups of experts, or tokens for attention.
+        """
+        numbers = [each for each in call.reads[1:] if each in self.record.whole_numbers]
+        if numbers:
+            return self._count_width(numbers[0])
+        before = self.record.calls[: self.record.calls.index(call)]
+        return next((each.numbers[0] for each in reversed(before) if each.function == "topk" and each.numbers), 0)
+
     def _multiply(self, call: Call, first: Value, second: Value) -> None:
         """A matmul of two values: of queries and keys, or of scores and values."""
         if first.is_scores and not second.is_scores:
             queries, keys = first.of_scores
             self._attend(call, queries, keys, second, ())
             return
+        self._choose(call)
         for each in call.makes:
             self.values[each] = Value(
                 tuple(dict.fromkeys(first.sources + second.sources)), 1, max(first.rotated, second.rotated), True,
                 (first, second),
             )  # fmt: skip
+
+    def _choose(self, call: Call) -> None:
+        """A product for each pair of tokens that has no gradient chooses tokens."""
+        made, seq_len = call.makes[0], self.record.shapes[self.record.enters][-2]
+        if made not in self.differentiated and self.record.shapes[made][-1] == seq_len:
+            num_heads, width = self._count_heads(made)[0], self.record.shapes[call.reads[0]][-1]
+            self.operations.append(TokenChoice(call.module, num_heads, width, self.record.is_exact(made)))
 
     def _attend(self, call: Call, queries: Value, keys: Value, values: Value, tensors: Sequence[int]) -> None:
         asked = self.record.attention.get(call.makes[0], {})
@@ -521,6 +574,9 @@ class _Reader:
 
     def _width_of(self, value: Value) -> int:
         root = self._root(value)
+        mixed = {each.makes: each.width for each in self.operations if isinstance(each, Mixer)}
+        if root in mixed:
+            return mixed[root]
         return self.linears[root].outputs if root in self.linears else self.hidden_size
 
     def _mark(self, queries: Value, keys: Value, values: Value, roots: Sequence[str], *, is_grouped: bool) -> None:

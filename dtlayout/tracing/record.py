@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +49,8 @@ class Call:
     """Other numbers, flags and words among its arguments."""
     whole_dims: frozenset[int] = frozenset()
     """Dimensions that an index, of getitem or setitem, leaves as they are."""
+    visit: int = 0
+    """Number of the call of the module that it is part of; a module may be called several times in a block."""
 
 
 class MemoryPlace(NamedTuple):
@@ -79,6 +85,10 @@ class BlockRecord:
     """Tensor → where it lies in memory."""
     exact: frozenset[int] = frozenset()
     """Tensors of fp32 or finer; the model computes in bf16 where its code does not say another format."""
+    whole_numbers: frozenset[int] = frozenset()
+    """Tensors of whole numbers or flags, which have no gradient."""
+    results: tuple[int, ...] = ()
+    """All tensors that the block returned."""
 
     @property
     def code(self) -> tuple[Any, ...]:
@@ -104,11 +114,15 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.blocks: list[BlockRecord] = []
         self.num_tokens = 0
+        self.local_sizes: set[int] = set()
+        """Tokens of each window, and of each chunk, that masks were asked for with."""
         self.fake: FakeTensorMode | None = None
         """The mode of the tensors that the model ran on."""
         self._kept: dict[int, Tensor] = {}
         self._calls: list[Call] | None = None
-        self._modules: list[str] = []
+        self._modules: list[tuple[str, int]] = []
+        """Modules that are running, the innermost one last, and the number of each one's call."""
+        self._num_visits = 0
         self._attention: dict[int, Mapping[str, Any]] = {}
         self._hooks: list[RemovableHandle] = []
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -119,7 +133,7 @@ class Recorder(TorchFunctionMode):
         for block in blocks:
             for name, module in block.named_modules():
                 self._hooks += [
-                    module.register_forward_pre_hook(lambda _, __, name=name: self._modules.append(name)),
+                    module.register_forward_pre_hook(lambda _, __, name=name: self._visit(name)),
                     module.register_forward_hook(lambda _, __, ___: self._leave()),
                 ]
             for name, module in block.named_modules():
@@ -130,11 +144,20 @@ class Recorder(TorchFunctionMode):
                 block.register_forward_hook(self._end, with_kwargs=True, always_call=False),
             ]
 
+    @property
+    def module(self) -> str:
+        """The module that is running, by its name in its block; empty outside of modules."""
+        return self._modules[-1][0] if self._modules else ""
+
     def release(self) -> None:
         """Record nothing more of the blocks that were watched."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _visit(self, name: str) -> None:
+        self._num_visits += 1
+        self._modules.append((name, self._num_visits))
 
     def _leave(self) -> None:
         self._modules.pop()
@@ -146,11 +169,13 @@ class Recorder(TorchFunctionMode):
 
     def _end(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         entered = next(list_tensors((inputs, named.get("hidden_states"), named)), None)
-        left = next(list_tensors(result), None)
+        results = list(list_tensors(result))
+        left = next(iter(results), None)
         if entered is None or left is None or self._calls is None:
             raise InvalidConfig("a block takes or returns no hidden states")
-        seen = {id(entered), id(left), *(each for call in self._calls for each in (*call.reads, *call.makes))}
-        self._kept |= {id(entered): entered, id(left): left}
+        ends = {id(each): each for each in (entered, *results)}
+        seen = {*ends, *(each for call in self._calls for each in (*call.reads, *call.makes))}
+        self._kept |= ends
         shapes = {each: tuple(self._kept[each].shape) for each in seen}
         places = {each: _find_place(self._kept[each]) for each in seen}
         parameters = {each: self._parameters[each] for each in seen if each in self._parameters}
@@ -165,6 +190,8 @@ class Recorder(TorchFunctionMode):
                 self.num_tokens,
                 places,
                 frozenset(each for each in seen if self._kept[each].dtype in (torch.float32, torch.float64)),
+                frozenset(each for each in seen if not _has_gradients(self._kept[each])),
+                tuple(id(each) for each in results),
             )
         )
         self._calls = None
@@ -192,10 +219,9 @@ class Recorder(TorchFunctionMode):
             self._kept |= {id(each): each for each in (*read, *made)}  # a tensor that is freed would lend its number
             numbers, factors = (tuple(_list_values((args, kwargs), kind)) for kind in (int, float | bool | str))
             dims = _find_whole_dims(*args[:2]) if name in ("__getitem__", "__setitem__") else frozenset[int]()
-            module = self._modules[-1] if self._modules else ""
-            self._calls.append(
-                Call(name.strip("_"), module, tuple(map(id, read)), tuple(map(id, made)), numbers, factors, dims)
-            )
+            module, visit = self._modules[-1] if self._modules else ("", 0)
+            ids = tuple(map(id, read)), tuple(map(id, made))
+            self._calls.append(Call(name.strip("_"), module, *ids, numbers, factors, dims, visit))
         return result
 
 
@@ -208,6 +234,11 @@ def list_tensors(value: Any) -> Iterator[Tensor]:
             yield from list_tensors(each)
     elif isinstance(value, dict):
         yield from list_tensors(list(value.values()))
+
+
+def _has_gradients(tensor: Tensor) -> bool:
+    """True if a tensor is of a format in which there are gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -272,9 +303,11 @@ def record(
     try:
         with fake, torch.no_grad(), recorder:
             model(**named, **({} if inputs else {"use_cache": False}))
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        function = str(error.func).removeprefix("aten.").partition(".")[0].strip("_")
+        module = f" in {recorder.module}" * bool(recorder.module)
         raise InvalidConfig(
-            f"its forward reads values of tensors, by {error.func}, which a trace does not have"
+            f"its code goes on by values of tensors{module}, as {function} reads them, and a trace has shapes alone"
         ) from None
     except (InvalidConfig, RuntimeError):
         raise

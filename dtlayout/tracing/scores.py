@@ -8,7 +8,7 @@ Legend: B batch, H query heads, S sequence.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -182,8 +182,9 @@ class _Measurement(BlockRuns):
 class ScoreMeter:
     """Runs of a model on fake tensors that measure its blocks' attention."""
 
-    def __init__(self, runner: BlockRunner):
-        self.runner = runner
+    def __init__(self, runner: BlockRunner, local_sizes: Collection[int] = ()):
+        """`local_sizes` are tokens of windows and chunks: sequences that are longer have masks."""
+        self.runner, self.local_sizes = runner, local_sizes
         config = getattr(runner.model, "config", None)
         self.longest = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self.caps_logits = False
@@ -195,7 +196,9 @@ class ScoreMeter:
 
         `numbers` are the kinds of the blocks. InvalidConfig if the model does not run.
         """
-        bounds = [0, *sorted({each.attention.window for each in kinds if each.attention.window}), self.longest]
+        windows = {each.attention.window for each in kinds if each.attention.window}
+        windows |= {each for each in self.local_sizes if each < self.longest}
+        bounds = [0, *sorted(windows), self.longest]
         lengths = {above: self._find_length(above, most) for above, most in pairwise(bounds)}
         num_heads = max(each.attention.num_heads for each in kinds) or 1
         vocabulary = kinds[0].head.shape[0]
@@ -203,15 +206,16 @@ class ScoreMeter:
             each: {above: self._run(length, num_heads, vocabulary, each) for above, length in lengths.items() if length}
             for each in self.runner.formats
         }
-        self._check_longer(next(iter(runs.values())), num_heads, vocabulary)
+        if not any(each.attention.window for each in kinds):
+            by_length = next(iter(runs.values()))
+            self._check_longer(next(iter(by_length.values()), ()), num_heads, vocabulary)
         return tuple(
             self._complete(described, [*runs.values()], numbers.index(kind)) for kind, described in enumerate(kinds)
         )
 
-    def _check_longer(self, runs: Mapping[int, Sequence[MeasuredBlock]], num_heads: int, vocabulary: int) -> None:
+    def _check_longer(self, short: Sequence[MeasuredBlock], num_heads: int, vocabulary: int) -> None:
         """InvalidConfig if scores lie in memory in short sequences alone, as where code attends within chunks."""
-        short = runs.get(0, ())
-        if len(runs) > 1 or not any(each.scores.are_in_memory for each in short):
+        if not any(each.scores.are_in_memory for each in short):
             return
         if (length := self._find_length(_CHUNK, self.longest)) <= _CHUNK:
             return

@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -29,8 +29,9 @@ from dtlayout.models.routed_experts import RoutedExperts
 from dtlayout.models.traced import FAMILY, Divided, Trace, read_trace
 from dtlayout.models.weight import Weight
 from dtlayout.spec.model_shape import Experts, ModelShape
+from dtlayout.tracing.attention import make_mask
 from dtlayout.tracing.block_runs import BlockRunner
-from dtlayout.tracing.building import build_model, without_dropout
+from dtlayout.tracing.building import build_causal, build_model, without_dropout
 from dtlayout.tracing.causality import find_acausal
 from dtlayout.tracing.limits import find_sequence_limits, find_whole_backward
 from dtlayout.tracing.parts import BLOCKS, find_parts
@@ -67,7 +68,7 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
     try:
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
-        with _recording_attention(recorder):
+        with _recording_attention(recorder), _one_document():
             records = record(model, blocks, recorder)
         recorder.release()
         own = config
@@ -77,7 +78,7 @@ def _trace(config: Mapping[str, Any], name: str, dtype: torch.dtype) -> Trace:
         if reason := find_acausal(own, trace.shape.block_kinds):
             raise InvalidConfig(reason)
         _check_parameters(trace, number)
-        trace = _measure(trace, BlockRunner(model, blocks_name, recorder.fake))
+        trace = _measure(trace, BlockRunner(model, blocks_name, recorder.fake), recorder.local_sizes)
         return replace(trace, config=own, library=find_version("transformers"))
     except InvalidConfig as error:
         raise InvalidConfig([f"{_describe_type(config)} cannot be traced: {each}" for each in error.problems]) from None
@@ -109,11 +110,14 @@ def describe_module(
     return read_trace(str(Path(file).absolute())).shape
 
 
-def _measure(trace: Trace, runner: BlockRunner) -> Trace:
-    """A trace with what attention and states of its blocks compute and hold in training; its model is cut short."""
+def _measure(trace: Trace, runner: BlockRunner, local_sizes: Collection[int] = ()) -> Trace:
+    """A trace with what attention and states of its blocks compute and hold in training; its model is cut short.
+
+    `local_sizes` are tokens of windows and chunks, from which on masks are made.
+    """
     numbers = trace.shape.block_kinds
     runner.shorten(1 + max(numbers.index(kind) for kind in range(len(trace.kinds))))
-    kinds = ScoreMeter(runner).measure(trace.kinds, numbers)
+    kinds = ScoreMeter(runner, local_sizes).measure(trace.kinds, numbers)
     return replace(trace, kinds=measure_states(runner, kinds, numbers))
 
 
@@ -122,17 +126,17 @@ def build(parsed: Any, dtype: torch.dtype) -> nn.Module:
 
     In bf16 a recording shows which tensors a model's code computes in fp32.
     """
-    from transformers import AutoModelForCausalLM
-
     _register_attention()
     problem = ""
     for attention in (ATTENTION, None):
         options = {} if attention is None else {"attn_implementation": attention}
         try:
             with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(without_dropout(parsed), dtype=dtype, **options)
+                model: nn.Module = build_causal(without_dropout(parsed), dtype=dtype, **options)
             if attention is None or model._supports_attention_backend:
                 return model.eval()
+        except InvalidConfig:
+            raise
         except Exception as error:  # whatever a model's own code raises
             problem = first_line(error)
     raise InvalidConfig(f"transformers cannot build {parsed.model_type}: {problem}")
@@ -187,9 +191,24 @@ def _attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask:
     # A kernel's result lies as its queries do, and the transpose below copies it from another order.
     copies = query.shape == result.shape and not torch.empty_like(query).transpose(1, 2).is_contiguous()
     noted = {"window": window, "softcap": asked.get("softcap"), "sinks": sinks, "copies": copies}
-    noted["mask"] = attention_mask is not None  # a block's own: base models make none here
+    noted["mask"] = attention_mask is not None  # base models make none here that code does not ask for
+    if attention_mask is not None:
+        noted["adds"] = id(attention_mask)  # numbers have a gradient, flags have none
     _RECORDERS[-1].note_attention(result, noted)
     return result.transpose(1, 2).contiguous(), None
+
+
+def _make_mask(*, allow_is_causal_skip: bool = True, local_size: int | None = None, **options: Any) -> Tensor | None:
+    """The mask that transformers makes for a sequence; None where attention may know by itself that it is causal.
+
+    Code that reads the mask, as an indexer does, says that it must be made. The tokens of a window or of a chunk are
+    noted.
+    """
+    if local_size is not None:
+        _RECORDERS[-1].local_sizes.add(local_size)
+    if allow_is_causal_skip:
+        return None
+    return make_mask(allow_is_causal_skip=False, local_size=local_size, **options)
 
 
 @cache
@@ -198,7 +217,7 @@ def _register_attention() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _make_mask)
 
 
 @contextmanager
@@ -208,6 +227,20 @@ def _recording_attention(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _RECORDERS.pop()
+
+
+@contextmanager
+def _one_document() -> Iterator[None]:
+    """Inside, transformers takes each sequence for one document: by default it looks for several in the values of
+    positions, which fake tensors do not have, and makes masks to be sure."""
+    from transformers import masking_utils
+
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 # Parts

@@ -60,6 +60,12 @@ def grow_segments() -> None:
         os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
+def wait_for_device(device_type: str) -> None:
+    """Wait until the device has done all that it was given; a CPU's work is done at once."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+
+
 def _check_gpus(local_rank: int) -> None:
     """InvalidConfig if this node has more ranks than GPUs; without torchrun a rank knows only its own number."""
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))

@@ -220,16 +220,14 @@ def compute_reference(
 
     With `starts` each document is run by itself, at its positions.
     """
-    from transformers import AutoModelForCausalLM
-
-    from dtlayout.tracing.building import without_dropout
+    from dtlayout.tracing.building import build_causal, without_dropout
     from dtlayout.tracing.parts import find_parts
     from dtlayout.tracing.stage import read_config
 
     config = without_dropout(read_config(model.trace))
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    whole = build_causal(config, dtype=torch.float64).train()
     with torch.device("meta"):
-        parts = find_parts(AutoModelForCausalLM.from_config(config))
+        parts = find_parts(build_causal(config))
     whole.get_input_embeddings().padding_idx = None  # the token of padding is trained as any other
     named = {parts.from_family(name): parameter for name, parameter in whole.named_parameters()}
     with torch.no_grad():

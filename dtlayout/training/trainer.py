@@ -23,6 +23,7 @@ from dtlayout.spec.batch import Batch, count_steps_until
 from dtlayout.spec.layout import Layout, OpenLayout
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.devices import wait_for_device
 from dtlayout.training.loss_scale import LossScale
 from dtlayout.training.observer import ObservedStep
 from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
@@ -96,8 +97,7 @@ class Trainer:
 
     def wait_for_update(self) -> None:
         """Wait for all that the device was given."""
-        if self.batches.device_type == "cuda":
-            torch.cuda.synchronize()
+        wait_for_device(self.batches.device_type)
 
     def count_seen(self, done: int) -> Seen:
         """Samples and tokens that `done` steps have read."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from dtlayout.base import toml
 from dtlayout.base.formatting import plural
+from dtlayout.costmodel.engine import Engine
 from dtlayout.records.intervals import (
     KNOWN,
     NEW_ENGINE,
@@ -98,7 +99,7 @@ def leave_models_out(runs: Sequence[Run], progress: Progress = lambda line: None
             own, others = _split(group, model_of, lot)
             if is_fitted:
                 progress(f"fitting {describe_group(name, gpu)} without {', '.join(lot)}")
-                engines = fit_engines(others, [without_fit(engine) for engine in engines])
+                engines = _fit(others, [without_fit(engine) for engine in engines])
             for prediction in predict(with_engines(own, *engines)):
                 left_out.predictions.setdefault(model_of(prediction.run), []).append(prediction)
     return left_out
@@ -157,9 +158,21 @@ def _leave_groups_out(runs: Sequence[Run], find: Callable[[Run], str], progress:
             fitted = engines
             if others and any(engine.shared or engine.fitted for engine in engines):
                 progress(f"fitting {name} without {group}")
-                fitted = fit_engines(others, engines)
+                fitted = _fit(others, engines)
             left_out.setdefault(f"{name}, {group}", []).extend(predict(with_engines(own, *fitted)))
     return HeldOutErrors(left_out)
+
+
+def _fit(runs: Sequence[Run], starts: list[Engine]) -> list[Engine]:
+    """The engine on several GPU types fitted to runs; unchanged if no more of them ran than there are constants.
+
+    Such constants would meet each of these runs, and say nothing of others.
+    """
+    from dtlayout.validation.fit import list_parameters  # only now: it imports scipy
+
+    gpus = {gpu_of(run) for run in runs if run.ran}
+    constants = list_parameters([engine for engine in starts if engine.gpu in gpus])
+    return fit_engines(runs, starts) if sum(run.ran for run in runs) > len(constants) else starts
 
 
 # What their errors say.

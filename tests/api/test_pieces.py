@@ -1,11 +1,14 @@
 """Pieces of training on modules of one's own: what is refused, and what a rank alone does; examples have several."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import dtlayout as dl
-from dtlayout.api.pieces import _cut, _find_boundary
+from dtlayout.api.pieces import _check_shared, _cut, _find_boundary
 from dtlayout.base.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.plans.context import apply_context
 
@@ -68,3 +71,88 @@ def test_a_place_without_a_function_that_attends_is_refused():
         InvalidConfig, match=r"plan\.context: Linear has no function 'attend'; name the one that attends"
     ):
         apply_context(nn.Sequential(nn.Linear(2, 2)), {"*.attend": "ring"}, "sdpa-math", mesh)
+
+
+class Ends(nn.Module):
+    """One end of a model whose embedding and head are one parameter."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = weight
+
+
+def test_a_trained_parameter_of_two_stages_is_refused_by_its_names():
+    weight = nn.Parameter(torch.ones(4, 4))
+    stages = [nn.Sequential(nn.Linear(4, 4), Ends(weight)), nn.Linear(4, 4), Ends(weight)]
+    said = "stage 0 as '1.tied.weight' and stage 2 as 'tied.weight' share one trained parameter, and each would train"
+    with pytest.raises(InvalidLayout, match=re.escape(said)):
+        _check_shared(stages, ())
+    _check_shared(stages, ("*.tied.weight", "tied.weight"))  # a plan freezes it
+    with pytest.raises(InvalidLayout):
+        _check_shared(stages, ("*.tied.weight",))
+    with pytest.raises(InvalidLayout):
+        _check_shared(stages[:2] * 2, ())
+    weight.requires_grad_(False)
+    _check_shared(stages, ())
+    twice = nn.Parameter(torch.ones(4, 4))
+    _check_shared([nn.Sequential(Ends(twice), Ends(twice)), nn.Linear(4, 4)], ())  # one stage uses it twice
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(
+    ("stages", "layout", "global_batch", "said"),
+    [
+        (2, dl.Layout(pp=2, micro_batch=2), 9, "global_batch=9 makes no equal microbatches: bring a multiple of 2, of"),
+        (2, dl.Layout(pp=2, micro_batch=2), 0, "global_batch=0 makes no equal microbatches"),
+        (1, dl.Layout(dp_shard=2, micro_batch=2), 6, "no equal microbatches: bring a multiple of 4, of dp=2"),
+        (
+            2, dl.Layout(pp=2, tp=2, micro_batch=2), 8,
+            "the layout has pp=2 dp_replicate=1 dp_shard=1 cp=1 tp=2, and the mesh pp=2 dp_replicate=1 dp_shard=1 cp=1 "
+            "tp=1; build the mesh of this layout",
+        ),
+    ],
+)  # fmt: skip
+def test_a_batch_or_a_mesh_that_does_not_fit_the_layout_is_refused(stages, layout, global_batch, said):
+    mesh = dl.build_mesh(replace(layout, tp=1), "cpu")
+    with pytest.raises(InvalidLayout, match=re.escape(said)):
+        dl.pipeline([nn.Linear(4, 4) for _ in range(stages)], layout, mesh, torch.ones(2, 4), global_batch=global_batch)
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_tied_embeddings_of_ones_own_modules_make_no_pipeline():
+    layout, weight = dl.Layout(pp=2, micro_batch=2), nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(
+        dl.InvalidLayout, match=r"stage 0 as 'tied.weight' and stage 1 as 'tied.weight' share one trained"
+    ):
+        dl.pipeline(
+            [Ends(weight), Ends(weight)], layout, dl.build_mesh(layout, "cpu"), torch.ones(2, 4), global_batch=4
+        )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unknown_style_of_context_is_refused_as_a_plan_refuses_it():
+    mesh = dl.build_mesh(dl.Layout(), "cpu")["cp"]
+    said = r"plan\.context\['\*\.attend'\]: the style 'rings' is unknown; did you mean 'ring'\?"
+    with pytest.raises(dl.InvalidConfig, match=said):
+        dl.apply_context(nn.Sequential(nn.Linear(2, 2)), {"*.attend": "rings"}, "sdpa-math", mesh)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_step_takes_the_rows_of_its_rank_and_gives_a_loss():
+    layout, x = dl.Layout(micro_batch=2), torch.randn(8, 3)
+    mesh = dl.build_mesh(layout, "cpu")
+    runtime = dl.pipeline(
+        nn.Sequential(nn.Linear(3, 1)), layout, mesh, x[:2], global_batch=4, loss=lambda out: out.square().sum()
+    )
+    optimizer = torch.optim.SGD(runtime.parameters, lr=0.1)
+    said = r"8 rows, and this rank takes 4 \(2 microbatches of 2\); bring those of its data-parallel rank alone"
+    with pytest.raises(dl.DtlayoutError, match=said):
+        dl.train_step(runtime, optimizer, x)
+    assert dl.train_step(runtime, optimizer, x[:4]).is_finite
+    assert runtime.evaluate(x) is not None  # which takes as many rows as there are
+    without = dl.pipeline(nn.Sequential(nn.Linear(3, 1)), layout, mesh, x[:2], global_batch=4)
+    with pytest.raises(dl.DtlayoutError, match=r"the last stage gave \(2, 1\), and no scalar; give loss="):
+        without.step(x[:4])
+    with pytest.raises(dl.InvalidLayout, match="Linear is one module, and nothing says where to cut it; bring"):
+        dl.pipeline(nn.Linear(3, 1), layout, mesh, x[:2], global_batch=4)

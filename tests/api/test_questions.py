@@ -138,6 +138,9 @@ def test_a_cpu_has_no_seconds_and_no_mfu():
     [
         ({"layout": "tp3"}, "world size 8 does not fit the layout"),
         ({"tpp": 2}, "tpp is unknown; did you mean tp?"),
+        ({"seqlen": 2}, "seqlen is unknown; did you mean seq_len?"),
+        ({"gpus": 64.5}, "gpus=64.5 must be a whole number above 0"),
+        ({"gpus_per_node": 0}, "gpus_per_node=0 must be a whole number above 0"),
         ({"layout": "quick"}, "'quick' is no choice; write a layout as it is printed"),
         ({"kernels": {"norm": "fast"}}, "kernels.norm='fast' is unknown"),
         ({"gpu": "h1000"}, "GPU type 'h1000' is unknown"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from trap import list_caught, set_trap
 from dtlayout.base import toml
 from dtlayout.base.interpreter import run_module
 from dtlayout.base.mapped_file import PAGE, MappedFile
-from dtlayout.calibrate import disk, measures, probes
+from dtlayout.calibrate import clock, disk, measures, probes, ranks
 from dtlayout.calibrate.clock import ProcessorWatch, time_repeats
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cli import main
@@ -142,3 +143,34 @@ def test_time_that_others_had_is_a_share(monkeypatch):
     ticks = iter([[100, 0, 50, 500, 20, 0, 0, 10], [160, 0, 80, 900, 30, 0, 0, 20]])
     monkeypatch.setattr("dtlayout.calibrate.clock._read_ticks", lambda: next(ticks))
     assert ProcessorWatch().steal() == 10 / 100  # 60 user, 30 system, 10 stolen; idle and waiting don't count
+
+
+def test_on_cuda_times_are_from_an_idle_device_to_an_idle_device(cuda):
+    seconds = time_repeats(lambda: cuda.note("action"), 2, "cuda")
+    assert seconds > 0
+    assert cuda.done == ["the host waits for all", "action", "action", "the host waits for all"]
+
+
+def test_on_cuda_ranks_wait_for_each_other_with_their_own_gpu(cuda, monkeypatch):
+    barrier = Mock()
+    monkeypatch.setattr(clock.dist, "barrier", barrier)
+    for device_type in ("cpu", "cuda"):
+        clock._wait_for_all(device_type)
+    assert [call.kwargs for call in barrier.call_args_list] == [{"device_ids": None}, {"device_ids": [0]}]
+
+
+def test_a_gpus_memory_is_its_own_and_a_cpus_is_shared(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(total_memory=80 << 30))
+    monkeypatch.setattr(ranks, "find_host_bytes", lambda: 64 << 30)
+    assert [ranks._find_memory_bytes(each, 4) >> 30 for each in ("cuda", "cpu")] == [80, 16]
+
+
+def test_a_gpu_is_timed_in_the_format_that_it_computes_in():
+    assert measures.list_formats(Device("cpu")) == ("float32", "bfloat16")
+    assert measures.list_formats(Device("cuda", capability=(9, 0))) == ("bfloat16",)
+    assert measures.list_formats(Device("cuda", capability=(7, 0))) == ("float16",)
+
+
+def test_wide_models_are_probed_on_a_cpu_alone():
+    on_gpu, on_cpu = ([model.hidden_size for model, *_ in probes.plan_probes(4, each)] for each in ("cuda", "cpu"))
+    assert {*on_gpu} == {64} and {*on_cpu} > {64, 384} and on_cpu[: len(on_gpu)] == on_gpu

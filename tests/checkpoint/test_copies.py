@@ -1,10 +1,10 @@
 """Copies of a rank's state: what they hold, whose memory they use, and that no update overtakes them."""
 
-from contextlib import contextmanager
 from threading import current_thread
 
 import pytest
 import torch
+from cuda import Race
 from torch import nn
 
 from dtlayout.checkpoint.copies import HostCopies
@@ -27,86 +27,43 @@ def test_copies_keep_what_was_and_the_next_use_their_memory():
     assert torch.equal(second, parameter) and second.data_ptr() == first.data_ptr()
 
 
-class RecordedCuda:
-    """In the place of torch.cuda: notes what each stream and the host are given to do, in order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.done: list[str] = []
-        self.streams = ["default"]
-        self.pinned_by: list[str] = []
-        recorded = self
-
-        class Stream:
-            name = "side"
-
-            def wait_stream(self, other: "Stream") -> None:
-                recorded.done.append(f"{self.name} waits for {other.name}")
-
-            def wait_event(self, event: "Event") -> None:
-                recorded.done.append(f"{self.name} waits for event")
-
-        class Event:
-            def __init__(self, *, blocking: bool):
-                assert blocking, "a thread that polls takes the host's time"
-
-            def record(self) -> None:
-                recorded.done.append(f"{recorded.streams[-1]} records event")
-
-            def synchronize(self) -> None:
-                recorded.done.append("host waits for event")
-
-        default = Stream()
-        default.name = "default"
-
-        @contextmanager
-        def stream(entered: Stream):
-            recorded.streams.append(entered.name)
-            yield
-            recorded.streams.pop()
-
-        for name, fake in (("Stream", Stream), ("Event", Event), ("stream", stream)):
-            monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: default)
-        empty_like, copy = torch.empty_like, torch.Tensor.copy_
-
-        def make_pinned(tensor, *, device, pin_memory):
-            assert pin_memory, "a copy to other memory stops the host"
-            self.pinned_by.append(current_thread().name)
-            return empty_like(tensor, device=device)
-
-        def note(to, source, *, non_blocking):
-            assert non_blocking
-            recorded.done.append(f"{recorded.streams[-1]} copies")
-            return copy(to, source)
-
-        monkeypatch.setattr(torch, "empty_like", make_pinned)
-        monkeypatch.setattr(torch.Tensor, "copy_", note)
-
-
-def test_on_cuda_the_device_copies_beside_the_next_step_and_only_its_update_waits(monkeypatch):
+def test_on_cuda_the_device_copies_beside_the_next_step_and_only_its_update_waits(cuda):
     parameter, optimizer = make_state()
-    with monkeypatch.context() as patch:
-        cuda = RecordedCuda(patch)
-        copies = HostCopies(optimizer, "cuda")
-        wait = copies.take({"weight": parameter.detach()})
-        assert cuda.done == ["side waits for default", "side copies", "side records event"]
-        for _ in range(2):  # the second update waits for nothing
-            optimizer.step()
-        assert cuda.done[3:] == ["default waits for event"]
-        wait()
-        assert cuda.done[4:] == ["host waits for event"]
+    copies = HostCopies(optimizer, "cuda")
+    before = parameter.detach().clone()
+    wait = copies.take({"weight": parameter.detach()})
+    side = copies._stream.name
+    assert cuda.done == [f"{side} waits for compute", f"{side} copies", f"{side} records an event"]
+    for _ in range(2):  # the second update waits for nothing
+        optimizer.step()
+    assert cuda.done[3:] == [f"compute waits for an event of {side}"]
+    assert torch.equal(wait()["weight"], before)
+    assert cuda.done[4:] == [f"the host waits for an event of {side}"]
+    assert copies._made is None, "the update that it held back is done"
 
 
-def test_on_cuda_memory_is_pinned_in_a_thread_of_its_own_and_only_what_lacks_later(monkeypatch):
+@pytest.mark.parametrize(
+    ("left_out", "told"),
+    [("_hold_update", "writes over what stream 1 still reads"), ("_wait", "on host does not wait for what stream 1")],
+)
+def test_an_update_or_a_reader_that_does_not_wait_is_a_race(cuda, monkeypatch, left_out, told):
+    """So that the test above would see it."""
+    monkeypatch.setattr(HostCopies, left_out, lambda copies, *given: copies._copies if left_out == "_wait" else None)
     parameter, optimizer = make_state()
-    with monkeypatch.context() as patch:
-        cuda = RecordedCuda(patch)
-        copies = HostCopies(optimizer, "cuda")
-        assert copies.prepare({"weight": parameter.detach()}) == 24
-        tensors = {"weight": parameter.detach(), "late": parameter.detach().clone()}
-        taken = copies.take(tensors)()
-        assert cuda.pinned_by == ["pinning memory", current_thread().name]
-        assert all(torch.equal(taken[name], parameter) for name in tensors)
+    wait = HostCopies(optimizer, "cuda").take({"weight": parameter.detach()})
+    with pytest.raises(Race, match=told):
+        optimizer.step()
+        wait()["weight"].sum()
+
+
+def test_on_cuda_memory_is_pinned_in_a_thread_of_its_own_and_only_what_lacks_later(cuda):
+    parameter, optimizer = make_state()
+    copies = HostCopies(optimizer, "cuda")
+    assert copies.prepare({"weight": parameter.detach()}) == 24
+    tensors = {"weight": parameter.detach(), "late": parameter.detach().clone()}
+    taken = copies.take(tensors)()
+    assert cuda.pinned_by == ["pinning memory", current_thread().name]
+    assert all(torch.equal(taken[name], parameter) for name in tensors)
 
 
 def test_a_cpu_prepares_nothing():

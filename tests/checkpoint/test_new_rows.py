@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import read_model
+from dtlayout.cli import main
 from dtlayout.config.loading import load_config
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import PRESETS
@@ -152,3 +153,36 @@ def test_unused_rows_take_no_part_in_the_loss(loss):
         assert name not in ENDS or not whole.grad[27:].any()
     with torch.no_grad():
         assert torch.equal(model(tokens)[..., :27], cut(tokens)) and (model(tokens)[..., 27:] == -torch.inf).all()
+
+
+def test_beside_an_adapter_more_rows_than_the_folder_has_are_refused_and_a_resized_folder_trains(run, tmp_path, capsys):
+    folder = save_words(tmp_path / "words", ["</s>"])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    save_llama(folder, num_before := tokenizer.get_vocab_size())
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    num_ids = num_before + 2
+    asked = ("--adapter.rank=2", f"--train.run_folder={tmp_path / 'run'}", f"--train.init_from={folder}")
+
+    def refuse(*beside: str) -> str:
+        assert main(["check", str(run.config), "--world", "1", *asked, *beside]) == 2
+        return capsys.readouterr().err
+
+    advice = (
+        f"and the frozen model has {num_before} rows of embedding and head, which a PEFT folder does not hold; resize "
+        f"it first, by transformers: model.resize_token_embeddings({{}}, pad_to_multiple_of=8), and save_pretrained to "
+        f"a new folder for train.init_from"
+    )
+    said = refuse()
+    assert f"beside [adapter] no rows are added: the tokenizer has {num_ids} ids, {advice.format(num_ids)}" in said
+    said = refuse(f"--model.name={folder}", f"--model.vocab_size={num_ids + 1}")
+    assert (
+        f"model.vocab_size={num_ids + 1}, {advice.format(num_ids + 1)}" in said and said.count("no rows are added") == 1
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(num_ids, pad_to_multiple_of=8)
+    model.save_pretrained(grown := tmp_path / "grown")
+    tokenizer.save(str(grown / "tokenizer.json"))
+    place = run("adapted", 2, grown, "--layout.tp=2", "--train.steps=1", "--adapter.rank=2")
+    assert read(place / "hf") and model.config.vocab_size % 8 == 0

@@ -120,3 +120,53 @@ def test_an_engine_whose_arguments_nobody_knows_gets_our_own_config_and_the_answ
     said = capsys.readouterr().out
     assert f"1 is written to {path}, for our own trainer, dtlayout\n  nobody knows the arguments of aa-scaling" in said
     assert check_layout(load_config(path), 16).world_size == 16
+
+
+def test_a_config_that_is_like_another_keeps_all_that_no_layout_decides(capsys, tmp_path):
+    mine, path = tmp_path / "mine.toml", tmp_path / "best.toml"
+    mine.write_text(
+        """[model]
+name = "debug"
+[batch]
+global_batch = 8
+seq_len = 64
+[layout]
+tp = 2
+micro_batch = 2
+[kernels]
+norm = "eager"
+[optimizer]
+lr = 3e-3
+[data]
+tokenizer = "bytes"
+max_bad_rows = 3
+[[data.mixture]]
+source = "a.jsonl"
+weight = 2.0
+[[data.mixture]]
+source = "b.txt"
+[train]
+epochs = 2
+[validation]
+every = 5
+[[validation.sets]]
+name = "held"
+source = "held.txt"
+[checkpoint]
+every = 7
+"""
+    )
+    asked = ["--like", str(mine), "--gpu", "cpu", "--gpus", "4", "--global-batch", "16", "--fix", "tp=1"]
+    ask(capsys, *asked, "--emit", str(path), "--precision", "compute=float32")
+    before, after = load_config(mine), load_config(path)
+    assert (after.data, after.validation, after.checkpoint) == (before.data, before.validation, before.checkpoint)
+    assert (after.optimizer, after.train.epochs, after.train.device) == (before.optimizer, 2, "cpu")
+    assert (after.batch.global_batch, after.layout.tp, after.precision.compute) == (16, 1, "float32")
+    assert after.train.run_folder == "runs/best" and "those of the file that --like names" in path.read_text()
+    assert "python-stdlib" not in path.read_text()
+
+
+def test_ranks_of_a_cpu_are_one_node_in_an_emitted_config(capsys, tmp_path):
+    path = tmp_path / "cpu.toml"
+    ask(capsys, *DEBUG, "--fix", "tp=2", "--emit", str(path))
+    assert load_config(path).cluster.gpus_per_node == 4

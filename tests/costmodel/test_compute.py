@@ -374,3 +374,13 @@ def test_the_host_starts_fewer_kernels_of_compiled_blocks(choice, found_s):
     assert host_s(scenario(**times), TP2, Kernels(compile=choice)) == pytest.approx(found_s)
     less = {**times, "layer_host_tp_s": 1e-4}  # a calibrated host that is faster yet
     assert host_s(scenario(**less), TP2, Kernels(compile=choice)) == pytest.approx(1e-4)
+
+
+def test_cuda_graphs_of_blocks_take_the_hosts_starts_away():
+    times = scenario(layer_host_s=1e-3, compiled_host_s=5e-4)
+    compiled = Kernels(compile="blocks")
+    for mode in ("reduce-overhead", "max-autotune"):
+        assert host_s(times, Layout(), replace(compiled, compile_mode=mode)) == 0
+        assert host_s(times, Layout(), Kernels(compile="loss", compile_mode=mode)) == pytest.approx(1e-3)
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        assert host_s(times, Layout(), replace(compiled, compile_mode=mode)) == pytest.approx(5e-4)

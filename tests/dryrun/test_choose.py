@@ -1,4 +1,4 @@
-"""Which ranks are run dry."""
+"""Which ranks are run dry, and with which operators."""
 
 import pytest
 
@@ -6,6 +6,8 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.dryrun.choose import fullest_ranks
+from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
+from dtlayout.dryrun.rank import _see_copies
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
@@ -32,3 +34,10 @@ def test_a_rank_that_is_predicted_to_hold_much_less_is_not_asked_for_the_peak(la
     )
     estimate = Estimator(scenario).estimate(layout, Kernels())
     assert fullest_ranks(layout, estimate) == fullest
+
+
+def test_operators_stand_in_for_those_of_a_gpu_alone() -> None:
+    replaced = {kernel.name for kernel in list_stand_ins("cuda")}
+    assert {"sdpa-flash", "sdpa-cudnn", "fused"} <= replaced and "sdpa-math" not in replaced
+    assert list_stand_ins("cpu") == []
+    assert isinstance(_see_copies("cpu"), GlooCopies) and not isinstance(_see_copies("cuda"), GlooCopies)

@@ -1,13 +1,17 @@
 """What ran is what is counted, by the names that PyTorch and the packages give their kernels."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity
 from torch.utils.checkpoint import checkpoint
 
+from dtlayout.measure import kernels
 from dtlayout.measure.kernels import KernelRecorder, _match, list_traces
 from dtlayout.ops.grouped import GROUPED, LOOP, multiply_groups
 from dtlayout.ops.scaled_groups import SCALED_LOOPS
@@ -134,3 +138,13 @@ def test_a_kernel_on_cuda_has_one_meaning(name, operation, kernel):
 )
 def test_backward_and_what_has_several_implementations_tell_nothing(name):
     assert list(_match([name])) == []
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_where_there_is_a_gpu_its_kernels_are_profiled_too(monkeypatch, has_cuda):
+    asked = MagicMock()
+    monkeypatch.setattr(kernels, "profile", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    KernelRecorder().__enter__()
+    on_device = [ProfilerActivity.CUDA] if has_cuda else []
+    assert asked.call_args.kwargs["activities"] == [ProfilerActivity.CPU, *on_device]

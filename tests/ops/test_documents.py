@@ -49,3 +49,11 @@ def test_documents_of_a_microbatch_keep_their_starts():
     documents = Documents.from_starts(starts)
     assert torch.equal(documents.starts, starts) and documents.offsets.tolist() == [0, 2, 3, 3]
     assert documents.offsets.device.type == "cpu"
+
+
+def test_documents_go_to_a_gpu_from_pinned_memory(cuda):
+    found = Documents.from_starts(torch.tensor([[0, 0, 2], [0, 1, 1]], dtype=torch.int32))
+    documents = Documents(cuda.on_host(found.starts), cuda.on_host(found.offsets))
+    pinned = documents.pinned()
+    assert len(cuda.pinned_by) == 2 and cuda.is_on_host(pinned.starts) and cuda.is_on_host(pinned.offsets)
+    assert torch.equal(pinned.starts, documents.starts) and torch.equal(pinned.offsets, documents.offsets)

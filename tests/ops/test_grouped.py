@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from cuda import StandInCuda
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
@@ -255,3 +256,11 @@ def test_sizes_that_do_not_agree_are_told(wrong):
     multiply_groups(**given)
     with pytest.raises(AssertionError):
         multiply_groups(**{**given, **wrong})
+
+
+@pytest.mark.parametrize(("capability", "leaves"), [((9, 0), False), ((10, 0), True)])
+def test_blackwell_leaves_garbage(monkeypatch, capability, leaves):
+    StandInCuda(monkeypatch, capability)
+    grouped._leaves_garbage.cache_clear()
+    assert grouped._leaves_garbage(torch.device("cuda", 0)) == leaves
+    grouped._leaves_garbage.cache_clear()

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from cuda import StandInCuda
 
+from dtlayout.ops import partial
 from dtlayout.ops.partial import CHUNKS, FLASH, SCORES, Partial, join
 
 B, H, G, S, N, K = 2, 4, 2, 150, 210, 8  # more queries than a chunk has
@@ -62,3 +64,33 @@ def test_a_causal_part_is_a_square_in_which_nobody_sees_later_keys(name):
         found = KERNELS[name].backward(upstream, q, k, v, out, sums, True)
     for got, expected in zip([out, sums, *found], [wanted, wanted_sums, *gradients], strict=True):
         assert (got - expected).norm() <= 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("width", [8, 20])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudas_flash_kernel_is_the_cpus_with_heads_padded_to_its_width(monkeypatch, width, is_causal):
+    """The CPU's operators stand for CUDA's, by its arguments; tensors say that they are on CUDA to what asks alone."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, upstream = (torch.randn(B, H, S, width, generator=generator) for _ in range(4))
+    out, sums = partial._flash_forward(q, k, v, is_causal)
+    wanted = partial._flash_backward(upstream, q, k, v, out, sums, is_causal)
+    ops = torch.ops.aten
+
+    def forward(q, k, v, dropout, is_causal, *, scale):
+        assert q.shape[-1] % 8 == 0
+        made = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, scale=scale)
+        return *made, None, None, S, N, *torch.zeros(2, dtype=torch.uint64), None
+
+    def backward(upstream, q, k, v, out, sums, ends_q, ends_k, most_q, most_k, dropout, is_causal, *_, scale):
+        assert sums.is_contiguous() and (ends_q, ends_k, most_q, most_k) == (None, None, S, S)
+        return ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream, q, k, v, out, sums, dropout, is_causal, scale=scale
+        )
+
+    with StandInCuda(monkeypatch):
+        monkeypatch.setattr(ops, "_scaled_dot_product_flash_attention", forward)
+        monkeypatch.setattr(ops, "_scaled_dot_product_flash_attention_backward", backward)
+        found, found_sums = partial._flash_forward(q, k, v, is_causal)
+        gradients = partial._flash_backward(upstream, q, k, v, found, found_sums, is_causal)
+    for one, other in zip((found, found_sums, *gradients), (out, sums, *wanted), strict=True):
+        torch.testing.assert_close(one, other)

@@ -131,7 +131,7 @@ def forget() -> None:
 
 def test_every_field_is_changed():
     assert set(LAYOUTS) == {f.name for f in fields(Layout)}
-    assert set(KERNELS) == {f.name for f in fields(Kernels)} - {*COMPILE_OPTIONS}  # which no prediction reads
+    assert set(KERNELS) == {f.name for f in fields(Kernels)} - {*COMPILE_OPTIONS}  # which no search varies
     for name in LAYOUTS:
         assert len({getattr(layout, name) for layout, _ in CASES}) > 1, name
 

@@ -4,9 +4,15 @@ import pytest
 from torch import nn
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.mesh.axes import TP
 from dtlayout.mesh.build import build_mesh
-from dtlayout.plans.apply import apply_plan, check_plan
+from dtlayout.models.presets import PRESETS
+from dtlayout.models.weights import list_weights
+from dtlayout.plans.apply import apply_plan, check_plan, split_tensors
+from dtlayout.plans.patterns import check_parameters
 from dtlayout.plans.plan import Plan
+from dtlayout.plans.plan import make_plan as plan_for
+from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
 from dtlayout.spec.recompute import Recompute
@@ -84,3 +90,62 @@ def test_nothing_is_sharded_where_a_plan_is_refused(changes):
         apply_plan(module, make_plan(frozen=("head.*",), **changes), mesh)
     assert {name: (type(p), p.data_ptr()) for name, p in module.named_parameters()} == before
     assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_frozen_stays_frozen_where_it_is_split():
+    module, mesh = build_module(), build_mesh(Layout(), "cpu")
+    module.layers.requires_grad_(False)
+    module.head.requires_grad_(True)
+    split_tensors(module, {"layers.*.widen": "colwise", "layers.*.narrow": "rowwise"}, mesh[TP])
+    assert {name for name, p in module.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+    assert type(module.layers[0].widen.weight).__name__ == "DTensor"
+
+
+BLOCK = ["", "layers", "layers.0"]
+PAIR = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+ADVICE = "say {!r}: 'head-norm' where a rank computes with its own heads or columns"
+
+
+@pytest.mark.parametrize(
+    ("styles", "trained", "said"),
+    [
+        (PAIR, "layers.0.norm.weight", ADVICE.format("layers.*.norm")),
+        (PAIR, "layers.0.inner.deep.weight", ADVICE.format("layers.*.inner.deep")),
+        (PAIR, "layers.0.gain", ADVICE.format("layers.*")),
+        (PAIR | {"layers.*": "input"}, "layers.0.gain", "put 'gain' into a module of its own"),
+        (
+            {"layers.*.a.q": "colwise", "layers.*.b.o": "rowwise"},
+            "layers.0.norm.weight",
+            ADVICE.format("layers.*.norm"),
+        ),
+        ({"layers.*.a.q": "colwise"}, "layers.0.a.norm.weight", ADVICE.format("layers.*.a.norm")),
+        ({"layers.*.a.q": "colwise"}, "layers.0.norm.weight", ""),
+        (PAIR, "norm.weight", ""),
+        (PAIR | {"layers.*.norm": "whole"}, "layers.0.norm.weight", ""),
+        (PAIR | {"layers.*.inner": "whole"}, "layers.0.inner.deep.weight", ""),
+        (PAIR | {"layers.*.inner": "head-norm"}, "layers.0.inner.deep.weight", ADVICE.format("layers.*.inner.deep")),
+    ],
+)
+def test_a_trained_parameter_beside_split_matmuls_has_a_style(styles, trained, said):
+    owners = [trained, *(name.replace("*", "0") for name in styles)]
+    modules = {*BLOCK, *(name.rpartition(".")[0] for name in owners)}
+    modules |= {name.replace("*", "0") for name in styles} | {name.rpartition(".")[0] for name in modules}
+    plan = make_plan(tensor=styles)
+    if not said:
+        check_parameters(plan, modules, [trained])
+        return
+    with pytest.raises(InvalidConfig) as refused:
+        check_parameters(plan, modules, [trained])
+    assert said in str(refused.value)
+    check_parameters(make_plan(tensor=styles, frozen=(trained.replace("0", "*"),)), modules, [trained])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_plans_of_described_models_have_a_style_for_all_of_them(sequence_parallel):
+    layout = Layout(tp=2, sequence_parallel=sequence_parallel)
+    for model in PRESETS.values():
+        names = [name for name, _ in list_weights(model)]
+        parts = [name.split(".") for name in names]
+        modules = {".".join(each[:i]) for each in parts for i in range(len(each))}
+        check_parameters(plan_for(model, layout, Kernels(), Precision()), modules, names)

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from cuda import StandInCuda
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.models.presets import find_preset
+from dtlayout.ops import weight_sum
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.weight_sum import WeightSum, add_product, adds_finer
 from dtlayout.plans import fsdp
@@ -141,3 +143,19 @@ def test_a_frozen_weight_and_a_forward_alone_have_no_sum():
     layer.weight.requires_grad_(False)
     summed.multiply(x, layer.weight).sum().backward()
     assert x.grad is not None and not owner.total.any()
+
+
+@pytest.mark.parametrize(("is_exact", "is_there"), [(True, True), (False, True), (False, False)])
+def test_on_cuda_the_matmul_that_adds_to_a_finer_sum_is_taken_where_it_is_there_and_right(
+    cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch, is_exact: bool, is_there: bool
+) -> None:
+    def add(total: Tensor, left: Tensor, right: Tensor, *, begins: bool) -> None:
+        if not is_there:
+            raise NotImplementedError("aten::addmm.dtype_out")
+        product = left.float() @ right.float()
+        total += product if is_exact else product.bfloat16()
+
+    monkeypatch.setattr(weight_sum, "_add_finer", add)
+    adds_finer.cache_clear()
+    assert adds_finer("cuda", torch.bfloat16, torch.float32) == (is_exact and is_there)
+    adds_finer.cache_clear()

@@ -512,3 +512,48 @@ def test_a_whole_graph_of_a_block_with_experts_is_refused():
 def test_an_unknown_mode_is_refused_with_those_that_there_are():
     with pytest.raises(InvalidConfig, match=r"kernels\.compile_mode='fast' is unknown; use one of \['default', "):
         OpenKernels(compile_mode="fast")
+
+
+@pytest.mark.parametrize(
+    ("asked", "kernels", "said"),
+    [
+        ({"expert_widths": (64, 64)}, {}, "experts get other numbers of rows each time"),
+        ({"document_mask": True}, {}, "sdpa-flash reads offsets of documents"),
+        ({"is_pipelined": True}, {}, "a stage holds what several microbatches keep"),
+        ({"recompute": "full"}, {}, "layout.recompute=full runs forwards inside the backward"),
+        ({"offloads_activations": True}, {}, "lies at another address than the graph reads"),
+        ({"zero": 3}, {}, "layout.zero=3 gathers weights into other memory each time"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_graphs_are_refused_where_sizes_or_addresses_change(mode, asked, kernels, said):
+    request = need(CUDA, **asked)
+    recorded = Kernels(compile="blocks", compile_mode=mode, **kernels)
+    [line] = recorded.problems(request)
+    assert line.startswith(f"kernels.compile_mode={mode} records CUDA graphs: ") and said in line
+    assert "use kernels.compile_mode=max-autotune-no-cudagraphs" in line
+    assert recorded.problems(need(CUDA)) == []
+    for other in ("default", "max-autotune-no-cudagraphs"):
+        assert replace(recorded, compile_mode=other).problems(request) == []
+
+
+def test_graphs_stay_where_nothing_changes():
+    graphs = Kernels(compile="blocks", compile_mode="reduce-overhead", attention="sdpa-cudnn")
+    assert graphs.problems(need(CUDA, document_mask=True)) == [], "a mask has one size"
+    assert replace(graphs, compile="model").problems(need(CUDA, recompute="full")) == [], "it is inside of the program"
+    of_loss = replace(graphs, compile="loss")
+    assert of_loss.problems(need(CUDA, zero=3, recompute="full", expert_widths=(64, 64), document_mask=True)) == []
+
+
+def test_a_cpu_has_no_graphs():
+    graphs = Kernels(compile="blocks", compile_mode="reduce-overhead")
+    [line] = graphs.problems(need(CPU, compute="float32"))
+    assert line.startswith("kernels.compile_mode=reduce-overhead records CUDA graphs, and a CPU has none")
+    assert replace(graphs, compile_mode="max-autotune").problems(need(CPU, compute="float32")) == []
+
+
+def test_a_layout_says_what_graphs_depend_on():
+    request = KernelRequest.of(
+        CUDA, find_preset("llama3.1-8b"), "bfloat16", Layout(pp=2, dp_shard=2, zero=3), document_mask=False
+    )
+    assert (request.is_pipelined, request.zero) == (True, 3)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dtlayout
+from dtlayout.plans.style_table import STYLE_TABLE
 
 ROOT = Path(__file__).parents[2]
 PAGE, STUB = ROOT / "docs" / "reference" / "api.md", ROOT / "dtlayout" / "__init__.pyi"
@@ -45,11 +46,13 @@ SECTIONS = {
     ],
     "Modules of your own": [
         "build_mesh", "Plan", "make_plan", "apply_plan", "pipeline", "train_step", "add_adapters", "apply_context",
+        "own_positions", "causal_attention",
     ],
     "A pipeline in pieces": [
         "make_schedule", "write_schedule", "layer_costs", "partition", "Boundary", "build_runtime", "share_context",
     ],
     "A Llama in pieces": ["Llama", "build_stage", "stage_boundary", "initialize", "TrainStep"],
+    "Errors": ["DtlayoutError", "InvalidConfig", "InvalidLayout"],
     "Registries": [
         "register_kernel", "AttentionKernel", "NormKernel", "RopeKernel", "SwigluKernel", "LossKernel", "ExpertsKernel",
         "register_schedule", "PipelineSchedule", "Action", "Kind", "register_family", "Family", "register_optimizer",
@@ -80,9 +83,20 @@ def write_page() -> Iterator[str]:
         yield f"\n## {heading}"
         for name in names:
             yield from describe(name)
+            yield from write_styles() if name == "Plan" else ()
     yield "\n## Examples\n\n| file | shows |\n|---|---|"
     yield from (f"| `examples/{name}` | {text} |" for name, text in EXAMPLES.items())
     yield "\nThe first lines of each file say how to start it. Tests run them all."
+
+
+def write_styles() -> Iterator[str]:
+    """A table of the styles of `Plan.tensor`."""
+    yield "\nStyles of `tensor`:\n\n| style | for which module | what it does |\n|---|---|---|"
+    yield from (f"| `{style}` | {module} | {what} |" for style, (module, what) in STYLE_TABLE.items())
+    yield (
+        "\nA trained parameter between a colwise and a rowwise layer needs a style too; a plan without one is refused"
+        "\nunder tp: nothing else says whether each rank computes with its own heads."
+    )
 
 
 def describe(name: str) -> Iterator[str]:

@@ -33,7 +33,7 @@ def write_page() -> Iterator[str]:
             parser = argparse.ArgumentParser(prog=f"dtlayout {name}", add_help=False)
             command.add_arguments(parser)
             yield f"\n### {name}\n\n{COMMANDS[name]}\n\n    {command.EXAMPLE}\n"
-            yield from map(describe, parser._actions)
+            yield from (describe(each) for each in parser._actions if each.help != argparse.SUPPRESS)
 
 
 def describe(argument: argparse.Action) -> str:

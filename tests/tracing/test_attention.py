@@ -87,8 +87,10 @@ def test_offsets_of_documents_go_to_the_kernel_or_become_a_mask():
 
 def test_a_tensor_that_nobody_knows_is_refused():
     attend(make_module(), QUERY, KEY, VALUE, None, position_ids=torch.arange(S)[None], sliding_window=3)
-    with pytest.raises(InvalidConfig, match="Module attends with indices, which dtlayout's attention does not know"):
-        attend(make_module(), QUERY, KEY, VALUE, None, indices=torch.arange(S))
+    with pytest.raises(
+        InvalidConfig, match="Module attends with block_table, which dtlayout's attention does not know"
+    ):
+        attend(make_module(), QUERY, KEY, VALUE, None, block_table=torch.arange(S))
 
 
 def test_a_window_is_a_mask_unless_it_reaches_over_the_whole_sequence():

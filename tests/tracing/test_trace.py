@@ -25,8 +25,7 @@ from dtlayout.tracing.trace import describe_module, trace_config
 
 NOT_TRACED = {
     "diffllama": "a block attends 2 times",
-    "llama4_text": "attention of self_attn reads what does not come from hidden states",
-    "jetmoe": "its forward reads values of tensors",
+    "jetmoe": "its code goes on by values of tensors in self_attention.experts.router, as local_scalar_dense reads",
 }
 WHOLE = {
     "mpt clipped": "attn needs by chunk what other ranks have",
@@ -90,6 +89,7 @@ def test_every_parameter_of_a_model_is_in_its_trace_once_and_under_its_own_name(
     model = build_model(make_config(kind, **keys), torch.float32)
     own = {RENAMED.get((name, each), each): tuple(p.shape) for each, p in model.named_parameters()}
     assert count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    assert all(weight.trains for described in read_trace(shape.trace).kinds for weight in described.block_weights)
     if shape.experts is None:  # whose stacks have other names
         stored = list(list_stored(shape))
         assert {name: each.tensor_shape for each in stored for name in each.tensors} == own

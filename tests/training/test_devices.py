@@ -11,7 +11,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.spec.cluster import find_gpu, gpu_named, known_gpus
 from dtlayout.spec.device import Device, describe_cpu, describe_gpu, device_of, expect_device
 from dtlayout.spec.kernel_table import find_packages
-from dtlayout.training.devices import open_device, repeat_bits
+from dtlayout.training.devices import open_device, repeat_bits, wait_for_device
 from dtlayout.training.rendezvous import join_ranks
 
 SLICE = replace(find_gpu("a100-40g-sxm"), peak_flops_per_s=120e12)
@@ -172,3 +172,27 @@ def test_without_torchrun_a_process_is_a_world_of_its_own(monkeypatch):
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_gpu_is_waited_for_and_a_cpu_is_not(cuda):
+    wait_for_device("cpu")
+    assert cuda.done == []
+    wait_for_device("cuda")
+    assert cuda.done == ["the host waits for all"]
+
+
+def test_ranks_of_gpus_join_over_nccl_and_bind_no_device(monkeypatch, no_torchrun):
+    asked = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.update(how, backend=backend))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    join_ranks(Device("cuda", "NVIDIA H100 80GB HBM3", None), timeout_s=20, store=dist.HashStore())
+    assert (asked["backend"], asked["rank"], asked["world_size"]) == ("nccl", 1, 2)
+    assert "device_id" not in asked, "all messages of a pipeline rank would share a stream"
+
+
+def test_a_rank_alone_takes_the_one_gpu_that_was_chosen_for_it(taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert open_device("auto", None).type == "cuda" and taken == [0]

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from training_ranks import measured_peaks
 
+from dtlayout.measure.ledger import UPDATE
+from dtlayout.schedules.actions import Action, Kind
 from dtlayout.spec.layout import Layout
 from dtlayout.training.memory import MemoryMeter
 
@@ -27,16 +29,19 @@ def test_each_pipeline_rank_reports_the_largest_of_its_other_axes(ranks4, layout
     assert remembered == [None, gathered[0], gathered[1], gathered[1]]
 
 
-def test_on_cuda_what_the_allocator_has_reserved_comes_with_the_peak(one_rank, monkeypatch):
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **how: zeros(*sizes, **how))
-    for name, nbytes in {"reset_peak_memory_stats": 0, "max_memory_allocated": 5, "max_memory_reserved": 7}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda nbytes=nbytes: nbytes)
+def test_on_cuda_the_allocators_peaks_are_a_steps_and_each_actions(one_rank, cuda):
     module = nn.Linear(2, 2)
     meter = MemoryMeter("cuda", [module], torch.optim.SGD(module.parameters()))
+    seen = cuda.statistics
     with meter.watch():
-        module(torch.ones(2))
-    assert (meter.gather_peaks(Layout()), meter.reserved_bytes) == ([5], 7)
+        seen["allocated"] = 4  # before the first action
+        meter.mark(Action(Kind.FORWARD, 0, 0))
+        seen["allocated"] = 9
+        meter.mark(None)
+        seen |= {"allocated": 6, "reserved": 12}
+    assert [(each.action, each.nbytes) for each in meter.curve] == [("0F0", 9), (UPDATE, 6)]
+    assert seen["resets"] == 3, "each action's peak is its own"
+    assert (meter.gather_peaks(Layout()), meter.reserved_bytes) == ([9], 12)
 
 
 def test_a_cpu_reserves_nothing(one_rank):
@@ -44,4 +49,6 @@ def test_a_cpu_reserves_nothing(one_rank):
     meter = MemoryMeter("cpu", [module], torch.optim.SGD(module.parameters()))
     with meter.watch():
         module(torch.ones(2))
+        meter.mark(None)
+    assert [each.action for each in meter.curve] == [UPDATE]
     assert meter.gather_peaks(Layout())[0] > 0 and meter.reserved_bytes is None

@@ -18,6 +18,7 @@ from dtlayout.models.kernel_calls import Matmul
 from dtlayout.models.presets import find_preset
 from dtlayout.spec.newton_schulz import iteration_flops
 from dtlayout.spec.optimizers import SGD, AdamW, Muon, RoleOptimizer
+from dtlayout.training.coarse_state import _takes_all_formats
 from dtlayout.training.muon import orthogonalize
 from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 
@@ -344,3 +345,8 @@ def test_a_step_is_adamw_by_the_book_at_the_rate_that_was_set_last():
         parameter = parameter * (1 - rate * decay) - rate * update
     torch.testing.assert_close(stage.matrix.detach().double(), parameter, rtol=1e-5, atol=1e-6)
     assert torch.equal(stage.norm, torch.ones(3))
+
+
+def test_on_cuda_the_fused_update_takes_moments_of_other_formats_beside_fp32_alone(cuda):
+    assert _takes_all_formats(torch.zeros(2)) and not _takes_all_formats(torch.zeros(2, dtype=torch.bfloat16))
+    assert not _takes_all_formats(cuda.on_host(torch.zeros(2)))

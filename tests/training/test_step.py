@@ -4,16 +4,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cuda import Event, Race
 from parity import Case, make_tokens
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.mesh.parts import local_part
 from dtlayout.spec.batch import IGNORED
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.optimizers import SGD, AdamW, Muon
 from dtlayout.spec.precision import Precision
-from dtlayout.training import step, transfer
+from dtlayout.training import step
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
@@ -94,50 +93,44 @@ def test_a_batch_without_a_target_is_a_step_of_no_loss(monkeypatch):
     assert all(p.isfinite().all() for module in assembly.modules for p in module.parameters())
 
 
-class Operators(TorchDispatchMode):
-    """The operators that are called, and what is said to those that copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.namespace != "prim":
-            self.done.append(f"{func}{' pinned' * ('pin_memory' in kwargs)}{' and go on' * (args[-1] is True)}")
-        return func(*args, **kwargs)
+def test_a_gpus_numbers_are_copied_to_pinned_memory_and_the_host_waits_for_that_copy_alone(cuda):
+    numbers = torch.full((3,), 4.0)
+    coming = OnHost(numbers)
+    assert cuda.done == ["compute copies", "compute records an event"] and len(cuda.pinned_by) == 1
+    numbers.sqrt_()  # an update
+    here = coming.wait()
+    assert cuda.done[2:] == ["the host waits for an event of compute"]
+    assert here.tolist() == [4.0] * 3 and here.device.type == "cpu" and numbers.tolist() == [2.0] * 3
 
 
-def test_a_gpus_numbers_are_copied_to_pinned_memory_and_the_host_waits_for_that_copy_alone(monkeypatch):
-    """On fake tensors, whose stream is the order in which operators are called."""
-    operators = Operators()
-    done = operators.done
-
-    class Event:
-        def record(self):
-            done.append("record")
-
-        def synchronize(self):
-            done.append("synchronize")
-
-    monkeypatch.setattr(transfer.torch.cuda, "Event", Event)
-    with FakeTensorMode(), operators:
-        numbers = torch.empty(3, dtype=torch.float64, device="cuda")
-        done.clear()
-        coming = OnHost(numbers)
-        assert done == ["aten.empty_like.default pinned", "aten.copy_.default and go on", "record"]
-        numbers.sqrt_()  # an update
-        here = coming.wait()
-    assert done[-2:] == ["aten.sqrt_.default", "synchronize"]
-    assert here.device.type == "cpu"
+def test_numbers_that_are_read_before_they_have_come_are_a_race(cuda, monkeypatch):
+    """So that the test above would see it."""
+    monkeypatch.setattr(Event, "synchronize", lambda event: None)
+    with pytest.raises(Race, match="on host does not wait for what compute has written"):
+        OnHost(torch.ones(3)).wait().sum()
 
 
-def test_a_batch_goes_to_a_gpu_through_pinned_memory_without_waiting():
-    tokens = Mock()  # without CUDA no tensor can be sent there, not even a fake one
-    assert send_to_device(tokens, "cuda") is tokens.pin_memory().to.return_value
-    tokens.pin_memory().to.assert_called_once_with("cuda", non_blocking=True)
+def test_a_batch_goes_to_a_gpu_through_pinned_memory_without_waiting(cuda):
+    there = send_to_device(cuda.on_host(torch.arange(3)), "cuda")
+    assert there.device.type == "cuda" and there.tolist() == [0, 1, 2]
+    assert cuda.done == ["compute copies"] and len(cuda.pinned_by) == 1
 
 
 def test_what_is_on_a_cpu_already_is_not_copied():
     tensor = torch.ones(3)
     assert send_to_device(tensor, "cpu") is OnHost(tensor).wait() is tensor
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_documents_of_microbatches_are_pinned_beside_a_gpu(cuda, monkeypatch):
+    pinned = Mock()
+    monkeypatch.setattr(step.Documents, "pinned", pinned)
+    starts = torch.zeros(4, 6, dtype=torch.int32)
+    for device_type in ("cpu", "cuda"):
+        train_step = object.__new__(TrainStep)
+        train_step.mesh, train_step.runtime = Mock(device_type=device_type), Mock()
+        train_step.runtime.schedule.num_microbatches = 2
+        found = train_step._split_documents(starts)
+        assert (found == [pinned.return_value] * 2) == (device_type == "cuda")
+        assert train_step._split_documents(None) == []
+    assert pinned.call_count == 2

@@ -188,6 +188,15 @@ def test_under_nccl_a_rank_that_ends_leaves_its_flight_record(alone, monkeypatch
     assert (tmp_path / "flight" / "rank_0").read_bytes() == b"trace"
 
 
+def test_over_gloo_there_is_no_flight_record(alone, monkeypatch, tmp_path):
+    watch, _, _ = alone
+    monkeypatch.setattr(watch, "_is_alone", False)
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.dist, "get_backend", lambda: "gloo")
+    watch._write_flight_record()
+    assert not (tmp_path / "flight").exists()
+
+
 def test_a_rank_that_knows_its_host_but_of_no_node_waits_for_nobody(monkeypatch, tmp_path):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
