@@ -1,8 +1,8 @@
 """Checks of a config's data with the errors of preparing: first by the names of sources, then by their first rows.
 
 Training calls `check_data` before it imports torch, and then reads all data by `prepare_tokens` and `open_samples`.
-`check_beginnings` calls these two (`dtlayout.data.beginnings`) with the first rows of each source, so it refuses what they would refuse. It cannot
-see a bad row far behind the first ones.
+`check_beginnings` calls these two (`dtlayout.data.beginnings`) with the first rows of each source, so it refuses what
+they would refuse. It cannot see a bad row far behind the first ones.
 """
 
 import tempfile

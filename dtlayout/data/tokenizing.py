@@ -103,7 +103,7 @@ def write_parts(
         return Tokenized(0, 0, 0.0)
     pieces = [piece for i in chosen for piece in found[i]]
     num_left = sum(first is not None for first in firsts)
-    before = Counts(
+    before = TokenizingCounts(
         documents=sum(piece.num_documents for piece in pieces), tokens=sum(piece.num_tokens for piece in pieces),
         files=len(chosen) - num_left,
         read=sum(units.files[i].stat().st_size for i in chosen if firsts[i] is None) if units.files else 0,
@@ -128,8 +128,8 @@ def describe_broken(broken: Sequence[str], num_files: int, data: DataConfig) -> 
     if num_files == 1:
         return broken[0]
     head = (
-        f"{len(broken):,} of {plural(num_files, 'file', ',')} of {data.source!r} cannot be read to the end; what could be "
-        f"read is tokenized and kept, and once they are whole the same command reads no others"
+        f"{len(broken):,} of {plural(num_files, 'file', ',')} of {data.source!r} cannot be read to the end; what could "
+        f"be read is tokenized and kept, and once they are whole the same command reads no others"
     )
     more = [f"and {len(broken) - _MOST_NAMED:,} more"] * (len(broken) > _MOST_NAMED)
     return "\n".join([head, *broken[:_MOST_NAMED], *more])
@@ -168,7 +168,7 @@ def _tokenize(
     units: Units,
     folder: Path,
     bad: "_BadRows",
-    count: Callable[["Counts"], None],
+    count: Callable[["TokenizingCounts"], None],
 ) -> list[str]:
     """Write parts of units; a reason for each file that is not read to its end. `count` is told of each document."""
     limit, known = data.max_tokens or float("inf"), np.cumsum(units.known)
@@ -205,7 +205,7 @@ def _tokenize(
     return broken
 
 
-class Counts(NamedTuple):
+class TokenizingCounts(NamedTuple):
     """Numbers that grow while a corpus is tokenized."""
 
     documents: int = 0
@@ -215,11 +215,11 @@ class Counts(NamedTuple):
     read: int = 0
     """Bytes of files, packed where they are packed, or rows of the hub's dataset."""
     passed: int = 0
-    """Those of `read` that were not tokenized: they lie before the place from which a start goes on."""
+    """Bytes or rows among `read` that were not tokenized: they lie before the place from which a start goes on."""
 
-    def plus(self, other: "Counts") -> "Counts":
+    def plus(self, other: "TokenizingCounts") -> "TokenizingCounts":
         """The sums."""
-        return Counts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return TokenizingCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class _Meter:
@@ -229,13 +229,13 @@ class _Meter:
         self._firsts = firsts
         self._unit, self._position = -1, 0
 
-    def follow(self, read: DocumentRead) -> Counts:
+    def follow(self, read: DocumentRead) -> TokenizingCounts:
         """Bytes or rows since the document before."""
         is_first = read.unit != self._unit
         moved = read.position - (0 if is_first else self._position)
         self._unit, self._position = read.unit, read.position
         is_passed = read.broken or (is_first and self._firsts[read.unit])
-        return Counts(read=moved, passed=moved if is_passed else 0)
+        return TokenizingCounts(read=moved, passed=moved if is_passed else 0)
 
 
 def _tokenize_in_processes(
@@ -255,7 +255,7 @@ def _tokenize_in_processes(
         left = set(asked)
         while left:
             done, left = wait(left, _SECONDS_BETWEEN_LINES, FIRST_COMPLETED)
-            progress.follow(Counts(*shared[:_STOP]))
+            progress.follow(TokenizingCounts(*shared[:_STOP]))
             for each in done:
                 each.result()
     except BrokenProcessPool:
@@ -266,7 +266,7 @@ def _tokenize_in_processes(
     finally:
         shared[_STOP] = 1
         pool.shutdown(cancel_futures=True)
-        progress.follow(Counts(*shared[:_STOP]))
+        progress.follow(TokenizingCounts(*shared[:_STOP]))
     return [why for each in asked for why in each.result()]
 
 
@@ -292,9 +292,9 @@ def cut_into_chunks(units: Units) -> Iterator[tuple[int, int]]:
         yield begin, len(units.files)
 
 
-_STOP = len(Counts._fields)
+_STOP = len(TokenizingCounts._fields)
 _shared: Any = None
-"""In a process of the pool: `Counts` of all processes, and whether to stop."""
+"""In a process of the pool: `TokenizingCounts` of all processes, and whether to stop."""
 
 
 class _Stopped(Exception):
@@ -314,18 +314,18 @@ def _begin_process(shared: Any, threads: int, parent: int, folder: str) -> None:
 def _tokenize_chunk(data: DataConfig, units: Units, folder: Path) -> list[str]:
     """Write the parts of a chunk, in a process of the pool; a reason for each file that is not read to its end."""
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    new = Counts()
+    new = TokenizingCounts()
 
     def tell() -> None:
         nonlocal new
         with _shared.get_lock():
             for i, number in enumerate(new):
                 _shared[i] += number
-        new = Counts()
+        new = TokenizingCounts()
         if _shared[_STOP]:
             raise _Stopped
 
-    def count(more: Counts) -> None:
+    def count(more: TokenizingCounts) -> None:
         nonlocal new
         new = new.plus(more)
         if new.documents >= _DOCUMENTS_AT_ONCE:
@@ -369,7 +369,7 @@ def describe_bad(number: int, first: str, data: DataConfig) -> str:
 class TokenizingProgress:
     """Reports the progress of preparing on stderr, every few seconds."""
 
-    def __init__(self, data: DataConfig, before: Counts, total: int = 0, num_files: int = 0):
+    def __init__(self, data: DataConfig, before: TokenizingCounts, total: int = 0, num_files: int = 0):
         """`before` is what was there already. `total` are all bytes of `num_files` files, or all rows of a dataset on
         the hub, which has no files; 0 where nobody knows.
         """
@@ -386,12 +386,12 @@ class TokenizingProgress:
         done = plural(self.counts.tokens, "token", ",")
         print(f"{self.data.source}: going on after {done}{of_files}", file=sys.stderr, flush=True)
 
-    def count(self, more: Counts) -> None:
+    def count(self, more: TokenizingCounts) -> None:
         """Count what is new since the last call."""
         self.counts = self.counts.plus(more)
         self._say()
 
-    def follow(self, since: Counts) -> None:
+    def follow(self, since: TokenizingCounts) -> None:
         """Count what is new since the start, in all processes."""
         self.counts = self.before.plus(since)
         self._say()

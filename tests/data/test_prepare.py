@@ -24,7 +24,7 @@ from dtlayout.base.errors import DataError
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.prepare import prepare_shard, prepare_tokens
 from dtlayout.data.sources import Corpus
-from dtlayout.data.tokenizing import Counts, TokenizingProgress
+from dtlayout.data.tokenizing import TokenizingCounts, TokenizingProgress
 from dtlayout.data.tokens import TokenFile
 
 
@@ -201,7 +201,7 @@ import os, sys, time
 import dtlayout.data.documents as documents
 import dtlayout.data.prepare as prepare, dtlayout.data.tokenizing as tokenizing
 from dtlayout.data.sources import Corpus
-from dtlayout.data.tokenizing import Counts, TokenizingProgress
+from dtlayout.data.tokenizing import TokenizingCounts, TokenizingProgress
 
 folder, ending = sys.argv[1:]
 
@@ -401,10 +401,10 @@ def write_rows(path, rows):
 def test_the_speed_is_that_of_the_last_minute_and_what_was_there_before_is_no_speed(monkeypatch, capsys):
     clock = iter([0.0, *range(10, 200, 10)])
     monkeypatch.setattr(dtlayout.data.tokenizing.time, "perf_counter", lambda: next(clock))
-    progress = TokenizingProgress(DataConfig(source="x/y"), Counts(1, 1000, 2, 4000), 2**20, 9)
-    progress.count(Counts(1, 500, 0, 90_000, passed=80_000))
+    progress = TokenizingProgress(DataConfig(source="x/y"), TokenizingCounts(1, 1000, 2, 4000), 2**20, 9)
+    progress.count(TokenizingCounts(1, 500, 0, 90_000, passed=80_000))
     for _ in range(9):
-        progress.count(Counts(1, 100, 0, 1000))
+        progress.count(TokenizingCounts(1, 100, 0, 1000))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "x/y: 9% of 1.0 MiB, file 3 of 9, 1,500 tokens of 2 documents, 50 tokens/s, 16 min left"
     assert lines[-1].endswith(", 10 tokens/s, 2.6 h left")
