@@ -45,7 +45,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: TemplateLimits | None = None):
         """`special_tokens` are the tokenizer's by name, such as "bos_token". The process begins with the first use."""
         self.fingerprint = hashlib.sha256(json.dumps([source, special_tokens]).encode()).hexdigest()
-        self.limits = limits or TemplateLimits()
+        self.source, self.limits = source, limits or TemplateLimits()
         self._start_with = {"source": source, "special_tokens": dict(special_tokens), **asdict(self.limits)}
         self._process: subprocess.Popen[bytes] | None = None
 

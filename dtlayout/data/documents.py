@@ -6,6 +6,7 @@ In plain text all ids are targets. In a conversation only the answers are, each 
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from dtlayout.base.errors import DataError
 from dtlayout.base.files import parse_json
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
+from dtlayout.data.messages import ASSISTANT, ContentForm, check_messages, find_form, find_roles, fit_content
 from dtlayout.data.readers import BadRow, SourceRow
 from dtlayout.data.sources import BrokenFile, Corpus
 from dtlayout.data.template import Spans
@@ -36,6 +38,8 @@ class Document(NamedTuple):
     """Whether the document has any text or answer to learn from."""
     num_rewritten: int = 0
     """Answers that are no targets, since the template has rewritten them."""
+    num_unanswered: int = 0
+    """1 for a conversation without a message of the assistant, whose answers alone would be targets; else 0."""
 
 
 class DocumentRead(NamedTuple):
@@ -81,6 +85,7 @@ class _Text(NamedTuple):
     is_answered: bool = True
     """Whether the last message is an answer."""
     num_rewritten: int = 0
+    num_unanswered: int = 0
 
 
 class _Texts:
@@ -116,6 +121,12 @@ class _Chats:
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
         self.loss_on = data.loss_on
+        self.roles = find_roles(self.template.source)
+
+    @cached_property
+    def _form(self) -> ContentForm:
+        """Form of the content that the template writes."""
+        return find_form(self.template.render)
 
     def read(self, row: SourceRow) -> _Text:
         """The text of a row's conversation; DataError, without file and row, if the row holds none."""
@@ -123,18 +134,24 @@ class _Chats:
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
         messages = _without_none(messages)
-        if not all("role" in each for each in messages):
-            raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
+        try:
+            check_messages(messages, self.roles)
+        except DataError as error:
+            raise DataError(f"field {self.field!r}: {error}") from None
+        messages = [fit_content(each, self._form) for each in messages]
         tools = _read_tools(row.get("tools"))
         if self.loss_on == "all":
             return _Text(self.template.render(messages, tools))
-        return _Text(*self.template.find_answers(messages, tools, only_last=self.loss_on == "last"))
+        found = self.template.find_answers(messages, tools, only_last=self.loss_on == "last")
+        return _Text(*found, num_unanswered=int(all(each["role"] != ASSISTANT for each in messages)))
 
     def encode(self, items: Sequence[_Text]) -> list[Document]:
         """A document for each conversation."""
         encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
-            self._end(ids, self._find_loss_mask(places, item))._replace(num_rewritten=item.num_rewritten)
+            self._end(ids, self._find_loss_mask(places, item))._replace(
+                num_rewritten=item.num_rewritten, num_unanswered=item.num_unanswered
+            )
             for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 

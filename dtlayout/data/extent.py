@@ -32,6 +32,11 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
             f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}: no token in there is "
             f"a target"
         )
+    if tokens.num_unanswered:
+        yield (
+            f"note: {plural(tokens.num_unanswered, 'conversation', ',')} of {source.name} without an answer: no "
+            f'message there has the role assistant, so nothing of it is learnt; data.loss_on="all" learns whole texts'
+        )
     if tokens.num_rewritten:
         yield (
             f"note: {plural(tokens.num_rewritten, 'answer', ',')} of {source.name} not learnt: the chat template "

@@ -361,9 +361,13 @@ class _BadRows:
 def describe_bad(number: int, first: str, data: DataConfig) -> str:
     """Reason why bad rows are refused; `first` is the place and the reason of the first one."""
     if data.max_bad_rows == 0:
-        return first
+        return f"{first} (data.max_bad_rows=N leaves out up to N bad rows of each source)"
     rows = plural(number, "bad row")
-    return f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first}"
+    return (
+        f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first} (the limit "
+        f"counts the rows of all files of a source, earlier starts included; nothing behind the last one was read, so "
+        f"there may be more)"
+    )
 
 
 class TokenizingProgress:

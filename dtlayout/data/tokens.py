@@ -34,6 +34,10 @@ class TokenFile:
     """Hash of the loss mask's file, under the name of its key on disk; empty without one, or from an older version."""
     num_rewritten: int = 0
     """Answers that are no targets, since the chat template writes them in another way once messages follow."""
+    num_unanswered: int = 0
+    """Conversations without a message of the assistant; 0 where all of a text is learnt."""
+    loss_on: str = ""
+    """`data.loss_on` with which conversations were prepared; empty for text."""
     num_bad_rows: int = 0
     """Rows that were left out, since they could not be read or lacked a field."""
     first_bad_row: str = ""
@@ -57,6 +61,8 @@ class TokenFile:
             info["end_of_document"],
             **{key: info.get(key, "") for key in HASH_KEYS.values()},
             num_rewritten=info.get("num_rewritten", 0),
+            num_unanswered=info.get("num_unanswered", 0),
+            loss_on=info.get("loss_on", ""),
             num_bad_rows=info.get("num_bad_rows", 0),
             first_bad_row=info.get("first_bad_row", ""),
             max_tokens=info.get("max_tokens", 0),
