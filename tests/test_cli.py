@@ -261,7 +261,8 @@ def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_p
     assert short.startswith("9 tokens, 3 samples of 16 in ")
     assert filling.endswith("short.jsonl, padded: 82.4% of the samples is padding; no document is cut")
     assert without == (
-        f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}: no token in there is a target"
+        f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}, which hold no target: a document "
+        "there is empty, or of one token, before which there is none"
     )
 
 

@@ -77,6 +77,8 @@ def _show_sample(options: argparse.Namespace) -> int:
             first = f"the {plural(num_samples, 'sample', ',')} in the first {plural(num_tokens, 'token', ',')}"
             yield f"sample {shown.sample} of {first} of {shown.source}: {counts}{padding}"
             yield f"no more is tokenized: {_NOT_PREPARED} to see sample {number} of a run, which is another one"
+        if shown.why_untaught:
+            yield f"nothing is learnt from this sample: {shown.why_untaught}"
         for i, text in enumerate(shown.mark()):
             yield f"--- document {i}"
             yield text

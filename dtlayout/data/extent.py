@@ -29,8 +29,8 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
         )
     if num_without := source.targets.num_samples_without:
         yield (
-            f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}: no token in there is "
-            f"a target"
+            f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}, which hold no "
+            f"target: {source.explain_untaught(source.targets)}"
         )
     if tokens.num_unanswered:
         yield (

@@ -9,6 +9,7 @@ from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import plural
 from dtlayout.data.beginnings import Beginnings
 from dtlayout.data.samples import SampledSource
+from dtlayout.data.targets import count_targets
 from dtlayout.data.tokenizer import Tokenizer
 
 OPEN, CLOSE = "«", "»"
@@ -37,6 +38,8 @@ class ShownSample:
     num_padding: int
     documents: tuple[tuple[ShownPart, ...], ...]
     """Parts of each document, special tokens included."""
+    why_untaught: str = ""
+    """Reason why no token is a target; empty where one is."""
     beginning: tuple[int, int] | None = None
     """Samples and tokens of the beginning, where no more of the source is tokenized; a run then reads another sample in
     this place. None where the source is whole."""
@@ -80,8 +83,10 @@ def show_sample_of(source: SampledSource, sample: int, tokenizer: Tokenizer) -> 
     for end in [*(np.flatnonzero(is_last[: num_tokens - 1]) + 1).tolist(), num_tokens]:
         documents.append(_split(tokens[begin:end].tolist(), counts[begin:end].tolist(), tokenizer))
         begin = end
-    num_padding = tokens.size - num_tokens
-    return ShownSample(source.name, sample, num_tokens, int(counts.sum()), num_padding, tuple(documents))
+    num_padding, why = tokens.size - num_tokens, ""
+    if not counts.any():
+        why = source.explain_untaught(count_targets(source.tokens, source.division, np.array([sample])))
+    return ShownSample(source.name, sample, num_tokens, int(counts.sum()), num_padding, tuple(documents), why)
 
 
 def _split(ids: list[int], counts: list[bool], tokenizer: Tokenizer) -> tuple[ShownPart, ...]:

@@ -38,6 +38,21 @@ def test_targets_of_a_conversation_stand_between_marks_and_documents_apart(show)
         assert document["num_tokens"] + document["num_padding"] == 17
 
 
+def test_why_a_sample_has_no_target_is_said(show, tmp_path):
+    """The answer of a conversation stands behind the 17 tokens of a sample."""
+    asked = {"role": "user", "content": "a question that is long"}
+    for said, messages in (
+        ("the answers lie behind batch.seq_len=16, where a conversation is cut", [asked, TALKS[0][1]]),
+        ("no conversation there has an answer that is learnt", [TALKS[0][0]]),
+    ):
+        rows = [{"messages": messages}, {"messages": TALKS[0]}]
+        (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shown = [show("--data.samples=padded", "--sample", str(i)).splitlines() for i in range(len(rows))]
+        (line,) = (each[1] for each in shown if "0 targets" in each[0])
+        assert line == f"nothing is learnt from this sample: {said}"
+        assert sum("nothing is learnt" in each[1] for each in shown) == 1
+
+
 def test_all_of_a_text_is_learnt_but_its_first_token(show):
     head, _, text = show(keys=()).splitlines()
     assert head.endswith("17 tokens, 16 targets in «»") and text[1] == "«" and text[-1] == "»" and text.count("«") == 1
