@@ -1,11 +1,13 @@
 """A sample as text: what is learnt stands between marks, and documents stand apart."""
 
 import json
+import time
 
 import pytest
 from tiny import write_tiny
 
 from dtlayout.cli import main
+from dtlayout.data.tokenizer import BYTES
 
 TALKS = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!é"}] for i in range(40)]
 
@@ -62,6 +64,42 @@ def test_documents_of_a_packed_sample_stand_apart_with_the_last_cut(show):
     document = json.loads(show("--sample", "2", "--json"))
     assert len(document["documents"]) >= 2 and document["num_padding"] == 0
     assert all(parts[-1]["text"].endswith("<end>") for parts in document["documents"][:-1])
+
+
+def test_a_run_folder_stands_for_its_config_and_another_folder_is_refused_with_what_to_type(show, tmp_path):
+    run_folder = tmp_path / "runs" / "a"
+    run_folder.mkdir(parents=True)
+    said = show(exit_code=2, config=run_folder)
+    assert f"{run_folder} is a folder without a config.toml, so it is no run folder; " in said
+    assert "dtlayout data show CONFIG.toml" in said
+    (run_folder / "config.toml").write_text((tmp_path / "tiny.toml").read_text())
+    assert show("--sample", "1", config=run_folder) == show("--sample", "1")
+
+
+def test_what_is_read_is_said_on_stderr_where_it_takes_some_time(show, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("dtlayout.commands.data._SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("dtlayout.data.check.load_tokenizer", lambda *_: time.sleep(0.3) or BYTES)
+    assert main(["data", "show", str(tmp_path / "tiny.toml")]) == 0
+    assert capsys.readouterr().err == f"reading the beginning of the data of {tmp_path / 'tiny.toml'} …\n"
+    monkeypatch.setattr("dtlayout.commands.data._SECONDS_OF_SILENCE", 60.0)
+    assert main(["data", "show", str(tmp_path / "tiny.toml")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_marks_of_the_template_that_the_tokenizer_does_not_know_are_named(show, tmp_path, write_tokenizer):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }} <|im_end|>{% endfor %}"
+    )
+    words = ("<unk>", "</s>", "<|im_end|>")
+    named = f"--data.tokenizer={write_tokenizer(words=words, special=('</s>', '<|im_end|>'))}"
+    (note,) = (line for line in show("--data.samples=padded", named).splitlines() if line.startswith("note: tokenizer"))
+    assert note.endswith(
+        "tokenizer.json has no token <|im_start|>, which the chat template writes: each is read as the tokens of "
+        "its letters"
+    )
+    known = write_tokenizer(words=(*words, "<|im_start|>"), special=("</s>", "<|im_end|>", "<|im_start|>"))
+    assert "note: tokenizer" not in show("--data.samples=padded", f"--data.tokenizer={known}")
+    assert "note: tokenizer" not in show(keys=())
 
 
 @pytest.mark.parametrize(
