@@ -110,6 +110,8 @@ def _find_sample(options: argparse.Namespace) -> CommandAnswer:
             first = f"the {plural(num_samples, 'sample', ',')} in the first {plural(num_tokens, 'token', ',')}"
             yield f"sample {shown.sample} of {first} of {shown.source}: {counts}{padding}"
             yield f"no more is tokenized: {_NOT_PREPARED} to see sample {number} of a run, which is another one"
+            if config.data.weights is None:
+                yield "sizes of whole sources are not known yet, and are the weights: it may be of another source"
         if shown.why_untaught:
             yield f"nothing is learnt from this sample: {shown.why_untaught}"
         yield from _describe_marks(config.data, tokenizer)

@@ -104,7 +104,8 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
         sources.append(
             SampledSource(tokens, batch.seq_len, str(each.source), data.samples, is_chat=bool(each.messages_field))
         )
-    return Samples(tuple(sources), batch, seed, data.weights)
+    weights = data.weights or tuple(float(each.num_samples) for each in sources)
+    return Samples(tuple(sources), batch, seed, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +196,9 @@ class Samples:
     def __post_init__(self) -> None:
         if 0 in self._quotas:
             lost = self.sources[self._quotas.index(0)]
-            raise DataError(f"the weight of {lost.name} is less than 1 / {ROUND} of all; raise it or leave it out")
+            raise DataError(
+                f"the weight of {lost.name} is less than 1 / {ROUND} of all; give it a larger number or leave it out"
+            )
 
     @cached_property
     def _quotas(self) -> list[int]:

@@ -161,7 +161,8 @@ def _check_one_kind(files: list[Path], source: str | Sequence[str]) -> None:
         suffixes = sorted({next(each for each in reversed(file.suffixes) if each in KINDS) for file in files})
         raise DataError(
             f"{source!r} mixes {' and '.join(suffixes)} files ({len(files)} in all); "
-            f"choose one kind with a glob such as '**/*{suffixes[0]}'"
+            f"choose one kind with a glob such as '**/*{suffixes[0]}', or name each kind as a source of its own in "
+            f"[[data.mixture]]"
         )
 
 

@@ -324,6 +324,17 @@ def test_a_mixture_is_the_same_samples_in_any_parts_and_its_sources_start_again_
     assert other.fingerprint != samples.fingerprint == smaller.fingerprint
 
 
+@pytest.mark.parametrize(("kind", "shares"), [("packed", (0.25, 0.75)), ("padded", (1 / 31, 30 / 31))])
+def test_sources_weighed_by_size_have_shares_like_their_samples_and_the_same_epochs(write_tokens, kind, shares):
+    few, many = write_tokens([1] * 401, name="few"), write_tokens([2] * 1201, documents=[40] * 29 + [41], name="many")
+    mixture = (Source(source="few.txt", weight="size"), Source(source="many.txt", weight="size"))
+    data = DataConfig(mixture=mixture, samples=kind)
+    samples = open_samples(data, [few, many], 257, Batch(seq_len=4, global_batch=100), seed=5)
+    assert samples.shares == pytest.approx(shares, abs=1 / ROUND)
+    epochs = [share / source.num_samples for share, source in zip(samples.shares, samples.sources, strict=True)]
+    assert epochs[0] == pytest.approx(epochs[1], rel=0.01)
+
+
 def test_a_weight_too_small_to_count_is_an_error(write_tokens):
     source = SampledSource(TokenFile.open(write_tokens(range(9))), 4, "tiny.txt")
     with pytest.raises(DataError, match=r"the weight of tiny\.txt is less than 1 / 10000 of all"):

@@ -146,6 +146,9 @@ def test_of_several_sources_the_one_that_a_run_reads_is_shown(show, tmp_path, mo
     keys = (f"--data.mixture=[{{source = '{tmp_path}/a.jsonl', weight = 9}}, {{source = '{tmp_path}/b.jsonl'}}]",)
     before = [json.loads(show("--sample", str(i), "--json", keys=keys)) for i in range(12)]
     assert all(each["beginning"] == [24, 400] for each in before)
+    by_size = f"--data.mixture=[{{source = '{tmp_path}/a.jsonl', weight = 'size'}}]"
+    unknown = "sizes of whole sources are not known yet, and are the weights: it may be of another source"
+    assert (unknown in show(keys=(by_size,)), unknown in show(keys=keys)) == (True, False)
     assert main(["prepare", str(tmp_path / "tiny.toml"), *keys]) == 0
     show(keys=keys)  # what prepare has said goes with it
     after = [json.loads(show("--sample", str(i), "--json", keys=keys)) for i in range(12)]
