@@ -407,6 +407,20 @@ def test_conversations_without_an_answer_are_counted_unless_all_of_a_text_is_lea
     )
 
 
+def test_rules_for_conversations_that_change_leave_prepared_text_as_it_is(tmp_path, offline, monkeypatch):
+    (tmp_path / "a.txt").write_text("to be")
+    text = DataConfig(source=str(tmp_path / "a.txt"), folder=str(tmp_path / "tokens"))
+    prepare(tmp_path, CHATML, [CONVERSATION])
+    chats = DataConfig(
+        source=str(tmp_path / "chats.jsonl"), messages_field="messages", folder=str(tmp_path / "tokens"),
+        chat_template=str(tmp_path / "template.jinja"),
+    )  # fmt: skip
+    before = prepare_tokens(text), prepare_tokens(chats)
+    assert prepare_tokens(chats) == before[1]
+    monkeypatch.setattr("dtlayout.data.prepare._CHAT_FORMAT", 99)
+    assert (prepare_tokens(text) == before[0], prepare_tokens(chats) == before[1]) == (True, False)
+
+
 def test_the_limit_of_time_grows_with_the_square_of_a_long_conversation():
     sizes = {1: 1, 500: 1, 1000: 4, 4000: 64}
     assert {size: scale_limit(("find_answers", [{}] * size, None)) for size in sizes} == sizes
