@@ -182,10 +182,10 @@ def _tokenize(
                     unit = read.unit
                     writer.begin(units.names[unit], firsts[unit] or 0)
                 if read.document is None:
-                    if not read.broken:
+                    if read.broken:
+                        _note_broken(read.broken, broken, len(units.files))
+                    else:
                         writer.end(read.row)
-                    elif broken.append(read.broken) is None and len(units.files) > 1:
-                        print(f"{read.broken}; going on with other files", file=sys.stderr, flush=True)
                     writer.close_piece(bad.by_unit[unit])
                     count(meter.follow(read)._replace(files=1))
                     unit = -1
@@ -203,6 +203,13 @@ def _tokenize(
         writer.close_piece(bad.by_unit[unit])
         writer.flush()
     return broken
+
+
+def _note_broken(why: str, broken: list[str], num_files: int) -> None:
+    """Note the reason why a file is not read to its end, and say that others follow."""
+    broken.append(why)
+    if num_files > 1:
+        print(f"{why}; going on with other files", file=sys.stderr, flush=True)
 
 
 class TokenizingCounts(NamedTuple):
