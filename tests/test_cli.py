@@ -1,5 +1,6 @@
 """The dtlayout command: answers on stdout, refusals with exit code 2, one JSON document where a program reads."""
 
+import gzip
 import json
 import re
 import shlex
@@ -218,6 +219,33 @@ def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
         f"{num_bytes + 1:,} tokens, {num_bytes // 16:,} samples of 16 in {document['folder']}\n"
     )
     assert (prepared / "tokens.bin").stat().st_mtime_ns == written
+    assert main(["prepare", str(files.config), "--verify"]) == 0
+    assert capsys.readouterr().out.endswith("\nthe checksums of 2 files are right\n")
+
+
+def test_prepare_tokenizes_all_that_is_whole_and_names_each_broken_file_of_each_source(files, capsys, tmp_path):
+    rows = [json.dumps({"text": f"some words {i} " * 20}) + "\n" for i in range(400)]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            (tmp_path / name / f"{i}.jsonl.gz").write_bytes(gzip.compress("".join(rows).encode()))
+    packed = (tmp_path / "a" / "1.jsonl.gz").read_bytes()
+    (tmp_path / "a" / "1.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "b" / "0.jsonl.gz").write_bytes(gzip.compress("".join(rows).encode()[:-20]))
+    sources = ", ".join(f"{{source = '{tmp_path / name}'}}" for name in ("a", "b"))
+    command = ["prepare", str(files.config), f"--data.mixture=[{sources}]"]
+    assert main([*command, "--json"]) == 2
+    said = capsys.readouterr()
+    first, broken, second, cut = json.loads(said.out)["problems"]
+    assert first.startswith("1 of 3 files of ") and second.startswith("1 of 3 files of ")
+    assert "/a/1.jsonl.gz': EOFError" in broken and "broke at line 400 of " in cut and "ends inside of a row" in cut
+    assert said.err.count("; going on with other files\n") == 2
+    (tmp_path / "a" / "1.jsonl.gz").write_bytes(packed)
+    (tmp_path / "b" / "0.jsonl.gz").write_bytes(gzip.compress("".join(rows).encode()))
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tokenized"]["num_documents"] == 2 * 400, "of files that were mended alone"
+    assert [each["num_documents"] for each in document["sources"]] == [1200, 1200]
 
 
 def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_path):
@@ -233,7 +261,8 @@ def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_p
     assert short.startswith("9 tokens, 3 samples of 16 in ")
     assert filling.endswith("short.jsonl, padded: 82.4% of the samples is padding; no document is cut")
     assert without == (
-        f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}: no token in there is a target"
+        f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}, which hold no target: a document "
+        "there is empty, or of one token, before which there is none"
     )
 
 
@@ -258,8 +287,11 @@ def test_prepare_in_shards_and_processes_gives_the_tokens_of_one_process(files, 
     assert joined["tokenized"]["num_documents"] == 0, "all was tokenized by shards"
     assert sum(each["tokenized"]["num_tokens"] for each in said) == joined["sources"][0]["num_tokens"]
     assert main([*many[:-1], "--shard", "1/3"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("shard 1/3: ") and line.endswith(joined["sources"][0]["folder"])
+    line, following = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"shard 1/3: \d of 7 files of .*, tokenized in " + re.escape(joined["sources"][0]["folder"]), line
+    )
+    assert following == "once all shards are done, dtlayout prepare without --shard joins them"
     one, other = (next(home.iterdir()) for home in homes)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == {
         path.name: path.read_bytes() for path in other.iterdir()

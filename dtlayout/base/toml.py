@@ -157,8 +157,8 @@ def _convert(value: Any, wanted: Any, name: str) -> Any:
     origin, args = get_origin(wanted), get_args(wanted)
     if wanted is Any:
         return value
-    if origin in (Union, UnionType):  # with None, the only union that there is
-        return None if value is None else _convert(value, args[0], name)
+    if origin in (Union, UnionType):
+        return _convert_union(value, wanted, name)
     if is_dataclass(wanted):
         return wanted.parse(value, name) if hasattr(wanted, "parse") else parse(value, wanted, name)  # type: ignore[arg-type]
     if origin is Literal:
@@ -177,11 +177,26 @@ def _convert(value: Any, wanted: Any, name: str) -> Any:
     raise InvalidConfig(f"{name}={shorten(repr(value))} must be {_WORDS[kind]}")
 
 
+def _convert_union(value: Any, wanted: Any, name: str) -> Any:
+    """The value converted to the first type of a union; None, or a word of a Literal there, may be in its place."""
+    words = _list_words(wanted)
+    if value is None or (isinstance(value, str) and value in words):
+        return value
+    if words and isinstance(value, str):
+        raise InvalidConfig(f"{name}={shorten(repr(value))} must be {describe_type(wanted)}")
+    return _convert(value, get_args(wanted)[0], name)
+
+
+def _list_words(union: Any) -> list[Any]:
+    """Words of the Literals behind the first type of a union."""
+    return [word for each in get_args(union)[1:] if get_origin(each) is Literal for word in get_args(each)]
+
+
 def describe_type(wanted: Any) -> str:
     """Description of the values of a field of this type."""
     origin, args = get_origin(wanted), get_args(wanted)
-    if origin in (Union, UnionType):  # with None, the only union that there is
-        return describe_type(args[0])
+    if origin in (Union, UnionType):
+        return " or ".join([describe_type(args[0]), *(f'"{word}"' for word in _list_words(wanted))])
     if origin is Literal:
         return _WORDS[type(args[0])]
     if origin is tuple and is_dataclass(args[0]):

@@ -14,6 +14,7 @@ from dtlayout.base.refusals import Refusal, refuse
 _RULES: dict[str, Callable[[Any], bool]] = {
     "must be above 0": lambda value: value > 0,
     "must be above 0 and finite": lambda value: 0 < value < math.inf,
+    'must be above 0 and finite, or "size"': lambda value: value == "size" or 0 < value < math.inf,
     "must not be negative": lambda value: 0 <= value < math.inf,
     "must be at least 0 and finite": lambda value: 0 <= value < math.inf,
     "must be at least 1": lambda value: 1 <= value < math.inf,

@@ -1,21 +1,30 @@
 """dtlayout data: a training sample as text with its targets marked, or the samples that a run has noted."""
 
 import argparse
+import sys
+import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlayout.base.errors import DataError, InvalidConfig
 from dtlayout.base.formatting import plural
-from dtlayout.commands.arguments import JsonDocument, show
+from dtlayout.commands.arguments import CommandAnswer, JsonDocument, show_answer
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config, load_plan
+from dtlayout.config.sections import DataConfig
 
 if TYPE_CHECKING:
-    from dtlayout.data.samples import Samples
+    from dtlayout.data.beginnings import Beginnings
+    from dtlayout.data.tokenizer import Tokenizer
 
 EXAMPLE = "dtlayout data show configs/debug.toml --sample 3"
+_NOT_PREPARED = "run dtlayout prepare first"
+_SECONDS_OF_SILENCE = 1.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         type=Path,
-        help="a config, for one sample with its targets marked; or a nonfinite-step-N.json or spike-step-N.json of a "
-        "run folder, whose config.toml is beside it, for the samples of that step",
+        help="a config, or a run folder for its config.toml, for one sample with its targets marked; or a "
+        "nonfinite-step-N.json or spike-step-N.json of a run folder, for the samples of that step",
     )
     parser.add_argument(
         "--sample", type=int, metavar="N", help="with a config: the sample that a new run reads as its N-th, from 0; "
@@ -40,17 +49,44 @@ def run(options: argparse.Namespace) -> int:
     """Print samples, by the tokenizer of the run."""
     if options.first < 0:
         raise InvalidConfig(f"--first={options.first} must not be negative")
+    if options.config.is_dir():
+        options.config = _find_config(options.config)
     is_config = options.config.suffix == ".toml"
     for name, is_taken, of in (("first", not is_config, "noted samples"), ("sample", is_config, "a config")):
         if getattr(options, name) and not is_taken:
             raise InvalidConfig(f"--{name} is for {of}, which {options.config} is not")
     if options.overrides and not is_config:
         raise InvalidConfig(f"{options.overrides[0]} is for a config, which {options.config} is not")
-    return _show_sample(options) if is_config else _show_noted(options)
+    with saying_after(_SECONDS_OF_SILENCE, f"reading the beginning of the data of {options.config} …"):
+        answer = _find_sample(options) if is_config else _find_noted(options)
+    return show_answer(options, answer)
 
 
-def _show_sample(options: argparse.Namespace) -> int:
-    """Print the sample of a config."""
+def _find_config(folder: Path) -> Path:
+    """The config of a run folder; InvalidConfig with what to type for another folder."""
+    config = folder / "config.toml"
+    if not config.is_file():
+        raise InvalidConfig(
+            f"{folder} is a folder without a config.toml, so it is no run folder; give that of a run, or a config: "
+            f"dtlayout data show CONFIG.toml"
+        )
+    return config
+
+
+@contextmanager
+def saying_after(seconds: float, line: str) -> Iterator[None]:
+    """Print a line on stderr if the block takes longer, since libraries that are loaded say nothing meanwhile."""
+    timer = threading.Timer(seconds, partial(print, line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _find_sample(options: argparse.Namespace) -> CommandAnswer:
+    """The sample of a config."""
     from dtlayout.data.check import check_data  # only now: they import numpy
     from dtlayout.data.shown import CLOSE, OPEN, ShownSample, show_sample
     from dtlayout.data.tokenizer import load_tokenizer
@@ -61,46 +97,76 @@ def _show_sample(options: argparse.Namespace) -> int:
     config = load_plan(options.config, options.overrides)
     check_data(config)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-    shown: ShownSample = show_sample(_open(config), number, tokenizer)
+    with _open(config) as beginnings:
+        shown: ShownSample = show_sample(beginnings, number, tokenizer)
 
     def describe(_: JsonDocument) -> Iterator[str]:
         counts = f"{plural(shown.num_tokens, 'token')}, {plural(shown.num_targets, 'target')} in {OPEN}{CLOSE}"
         padding = f", {shown.num_padding} of padding" * bool(shown.num_padding)
-        yield f"sample {number} of a run is sample {shown.sample} of {shown.source}: {counts}{padding}"
+        if shown.beginning is None:
+            yield f"sample {number} of a run is sample {shown.sample} of {shown.source}: {counts}{padding}"
+        else:
+            num_samples, num_tokens = shown.beginning
+            first = f"the {plural(num_samples, 'sample', ',')} in the first {plural(num_tokens, 'token', ',')}"
+            yield f"sample {shown.sample} of {first} of {shown.source}: {counts}{padding}"
+            yield f"no more is tokenized: {_NOT_PREPARED} to see sample {number} of a run, which is another one"
+            if config.data.weights is None:
+                yield "sizes of whole sources are not known yet, and are the weights: it may be of another source"
+        if shown.why_untaught:
+            yield f"nothing is learnt from this sample: {shown.why_untaught}"
+        yield from _describe_marks(config.data, tokenizer)
         for i, text in enumerate(shown.mark()):
             yield f"--- document {i}"
             yield text
 
-    return show(options, {"number": number, **asdict(shown)}, describe)
+    return CommandAnswer({"number": number, **asdict(shown)}, describe)
 
 
-def _open(config: Config) -> "Samples":
-    """Samples of [data], which is prepared where it is not."""
-    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
-    from dtlayout.data.samples import open_samples
+def _describe_marks(data: DataConfig, tokenizer: "Tokenizer") -> Iterator[str]:
+    """A line for marks that the chat template writes and the tokenizer does not know; none where it knows them all."""
+    from dtlayout.data.chat import find_marks, load_template  # only now: templates are for conversations
 
-    folders = [prepare_tokens(each) for each in config.data.sources]
-    return open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+    if any(each.messages_field for each in data.sources):
+        marks = find_marks(load_template(data.chat_template, data.tokenizer).source)
+        if unknown := [mark for mark in marks if mark not in tokenizer.spelt]:
+            yield (
+                f"note: tokenizer {data.tokenizer} has no token {', '.join(unknown)}, which the chat template writes: "
+                f"each is read as the tokens of its letters"
+            )
 
 
-def _show_noted(options: argparse.Namespace) -> int:
-    """Print each sample of a step that was noted."""
+@contextmanager
+def _open(config: Config) -> Iterator["Beginnings"]:
+    """Samples of [data], as far as they are prepared, or else of the beginnings of its sources."""
+    from dtlayout.data.beginnings import open_beginnings  # only now: it imports numpy
+
+    with tempfile.TemporaryDirectory() as folder:
+        beginnings = open_beginnings(config, config.data, Path(folder))
+        if beginnings is None:
+            raise DataError(f"the beginning of a source has nothing to learn from; {_NOT_PREPARED}")
+        yield beginnings
+
+
+def _find_noted(options: argparse.Namespace) -> CommandAnswer:
+    """The samples of a step that was noted."""
     from dtlayout.data.bad_batch import BadBatch  # only now: they import numpy
     from dtlayout.data.tokenizer import load_tokenizer
 
     bad_batch = BadBatch.read(options.config)
     config = load_config(options.config.parent / "config.toml")
-    samples = _open(config)
-    if samples.fingerprint != bad_batch.tokens:
-        raise DataError(f"{options.config} is of other tokens than those that its run's config.toml names now")
     decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
     documents = []
-    for index, (number, sample) in enumerate(bad_batch.samples[: options.first or None]):
-        source = samples.sources[number]
-        text = decode(source.read_ids(sample).tolist())
-        documents.append({"index": index, "source": source.name, "sample": sample, "text": text})
+    with _open(config) as (samples, are_whole):
+        if not all(are_whole):
+            raise DataError(f"the samples of {options.config} lie anywhere in the data; {_NOT_PREPARED}")
+        if samples.fingerprint != bad_batch.tokens:
+            raise DataError(f"{options.config} is of other tokens than those that its run's config.toml names now")
+        for index, (number, sample) in enumerate(bad_batch.samples[: options.first or None]):
+            source = samples.sources[number]
+            text = decode(source.read_ids(sample).tolist())
+            documents.append({"index": index, "source": source.name, "sample": sample, "text": text})
     step = {"step": bad_batch.step, "loss": bad_batch.loss, "grad_norm": bad_batch.grad_norm}
-    return show(options, {**step, "samples": documents, "_num_samples": len(bad_batch.samples)}, _describe_noted)
+    return CommandAnswer({**step, "samples": documents, "_num_samples": len(bad_batch.samples)}, _describe_noted)
 
 
 def _describe_noted(document: JsonDocument) -> Iterator[str]:

@@ -2,18 +2,18 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.errors import DataError, InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import JsonDocument, add_config, show
-from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config
 from dtlayout.config.sections import DataConfig
 
 if TYPE_CHECKING:
-    from dtlayout.data.samples import SampledSource
+    from dtlayout.config.config import Config
     from dtlayout.data.tokenizing import Tokenized
 
 EXAMPLE = "dtlayout prepare configs/debug.toml"
@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
     from dtlayout.data.check import check_data  # only now: they import numpy
     from dtlayout.data.extent import describe_sources
+    from dtlayout.data.prepare import prepare_tokens
+    from dtlayout.data.samples import open_samples
 
     if options.processes < 1:
         raise InvalidConfig(f"--processes={options.processes} must be at least 1")
@@ -44,16 +46,18 @@ def run(options: argparse.Namespace) -> int:
     if options.shard is not None:
         return _run_shard(options, config)
     done: list[Tokenized] = []
+    wholes = (config.data, *config.held_out_data.values())
+    folders = _for_each_source(wholes, partial(prepare_tokens, processes=options.processes, note=done.append))
     found = [
         each
-        for data in (config.data, *config.held_out_data.values())
-        for each in _prepare(config, data, options.processes, done)
+        for data, own in zip(wholes, folders, strict=True)
+        for each in open_samples(data, own, config.model.vocab_size, config.batch, seed=config.train.seed).sources
     ]
-    sources, notes = [], []
+    sources, notes, num_verified = [], [], 0
     for source in found:
         tokens = source.tokens
         if options.verify:
-            tokens.verify()
+            num_verified += tokens.verify()
         sources.append(
             {
                 "source": source.name, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
@@ -63,11 +67,14 @@ def run(options: argparse.Namespace) -> int:
             }
         )  # fmt: skip
         notes.append(describe_sources([source]))
-    document = {"sources": sources, "tokenized": _sum_up(done), "_notes": notes, "_seq_len": config.batch.seq_len}
+    document = {
+        "sources": sources, "tokenized": _sum_up(done), "num_files_verified": num_verified, "_notes": notes,
+        "_seq_len": config.batch.seq_len,
+    }  # fmt: skip
     return show(options, document, _describe, indent=None)
 
 
-def _run_shard(options: argparse.Namespace, config: Config) -> int:
+def _run_shard(options: argparse.Namespace, config: "Config") -> int:
     """Tokenize a part of the files of each source, and say how fast that was."""
     from dtlayout.data.prepare import prepare_shard  # only now: it imports numpy
 
@@ -77,13 +84,15 @@ def _run_shard(options: argparse.Namespace, config: Config) -> int:
     if options.verify:
         raise InvalidConfig("--verify is for tokens that are whole: prepare without --shard first")
     number, num_shards = int(asked[1]), int(asked[2])
+    wholes = (config.data, *config.held_out_data.values())
+    write = partial(prepare_shard, shard=number - 1, num_shards=num_shards, processes=options.processes)
     shards, done = [], []
-    for data in (each for whole in (config.data, *config.held_out_data.values()) for each in whole.sources):
-        found = prepare_shard(data, number - 1, num_shards, processes=options.processes)
-        done.append(found.tokenized)
-        shards.append(
-            {"source": str(data.source), "files": found.num_files, "of": found.num_all, "folder": str(found.parts)}
-        )
+    for whole, found in zip(wholes, _for_each_source(wholes, write), strict=True):
+        for data, own in zip(whole.sources, found, strict=True):
+            done.append(own.tokenized)
+            shards.append(
+                {"source": str(data.source), "files": own.num_files, "of": own.num_all, "folder": str(own.parts)}
+            )
     document = {"shard": options.shard, "sources": shards, "tokenized": _sum_up(done)}
     return show(options, document, _describe_shard, indent=None)
 
@@ -92,7 +101,8 @@ def _describe_shard(document: JsonDocument) -> Iterator[str]:
     yield from _describe_speed(document)
     for each in document["sources"]:
         files = f"{each['files']:,} of {plural(each['of'], 'file', ',')} of {each['source']}"
-        yield f"shard {document['shard']}: {files} are tokenized in {each['folder']}"
+        yield f"shard {document['shard']}: {files}, tokenized in {each['folder']}"
+    yield "once all shards are done, dtlayout prepare without --shard joins them"
 
 
 def _sum_up(done: "Sequence[Tokenized]") -> dict[str, float]:
@@ -117,12 +127,29 @@ def _describe(document: JsonDocument) -> Iterator[str]:
         tokens, samples = plural(source["num_tokens"], "token", ","), plural(source["num_samples"], "sample", ",")
         yield f"{tokens}, {samples} of {document['_seq_len']} in {source['folder']}"
         yield from notes
+    if number := document["num_files_verified"]:
+        yield f"the checksums of {plural(number, 'file')} are right"
 
 
-def _prepare(config: Config, data: DataConfig, processes: int, done: "list[Tokenized]") -> "tuple[SampledSource, ...]":
-    """Tokens and samples of each source of [data] or [validation]; `done` gets what was tokenized."""
-    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
-    from dtlayout.data.samples import open_samples
+_Answer = TypeVar("_Answer")
 
-    folders = [prepare_tokens(each, processes=processes, note=done.append) for each in data.sources]
-    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed).sources
+
+def _for_each_source(wholes: Sequence[DataConfig], write: Callable[[DataConfig], _Answer]) -> list[list[_Answer]]:
+    """Answers of `write` for each source of each section; files that are broken end only their own source.
+
+    DataError with all of them, after the last source.
+    """
+    from dtlayout.data.tokenizing import BrokenFiles  # only now: it imports numpy
+
+    answers, broken = [], list[str]()
+    for whole in wholes:
+        own = list[_Answer]()
+        for data in whole.sources:
+            try:
+                own.append(write(data))
+            except BrokenFiles as error:
+                broken.append(str(error))
+        answers.append(own)
+    if broken:
+        raise DataError("\n".join(broken))
+    return answers

@@ -17,8 +17,10 @@ class Source(Ranged, section="data.mixture"):
 
     source: str = path_key()
     """Source of tokens, named as `data.source` is."""
-    weight: float = ranged("must be above 0 and finite", 1.0)
-    """Share of the samples; the weights of all sources need not add up to 1."""
+    weight: float | Literal["size"] = ranged('must be above 0 and finite, or "size"', 1.0)
+    """Share of the samples; the weights of all sources need not add up to 1. "size", for all
+    sources or none, stands for the number of samples that a source holds: each has the same number of epochs then.
+    Packed samples are in proportion to the tokens of each source."""
     split: str = ranged("must not be empty or hold a NUL", "train")
     """Split of a dataset of the HF hub, or of a local one that has splits; other local files have one, train."""
     text_field: str = "text"
@@ -66,10 +68,19 @@ class DataConfig(Ranged, section="data"):
     folder: str = path_key("data/tokens")
     """Folder of prepared tokens, which later runs use again."""
 
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for a mixture in which some sources alone are weighed by their size."""
+        by_size = [each.source for each in self.mixture if each.weight == "size"]
+        if len(by_size) in (0, len(self.mixture)):
+            return []
+        what = f'data.mixture has weight = "size" for {by_size[0]!r} and a number for another source'
+        return [Refusal("mixture", what, "give all sources size or all a number, which is 1 where none is named")]
+
     @property
-    def weights(self) -> tuple[float, ...]:
-        """Weight of each of `sources`."""
-        return tuple(each.weight for each in self.mixture) or (1.0,)
+    def weights(self) -> tuple[float, ...] | None:
+        """Weight of each of `sources`; None where each is as large as its source."""
+        numbers = tuple(each.weight for each in self.mixture if each.weight != "size")
+        return None if len(numbers) < len(self.mixture) else numbers or (1.0,)
 
     @property
     def sources(self) -> "tuple[DataConfig, ...]":

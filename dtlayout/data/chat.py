@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import signal
 import struct
 import subprocess
@@ -25,6 +26,8 @@ from dtlayout.base.interpreter import run_module
 from dtlayout.data.template import Answers, ChatMessage, scale_limit
 from dtlayout.data.tokenizer import find_file
 from dtlayout.models.beside import TEMPLATE_NAME
+
+_MARK = re.compile(r"<[|｜][^\s<>|｜{}'\"]{1,60}[|｜]>|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: TemplateLimits | None = None):
         """`special_tokens` are the tokenizer's by name, such as "bos_token". The process begins with the first use."""
         self.fingerprint = hashlib.sha256(json.dumps([source, special_tokens]).encode()).hexdigest()
-        self.limits = limits or TemplateLimits()
+        self.source, self.limits = source, limits or TemplateLimits()
         self._start_with = {"source": source, "special_tokens": dict(special_tokens), **asdict(self.limits)}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -120,6 +123,15 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         with suppress(OSError):  # bytes that were not sent yet
             if pipe is not None:
                 pipe.close()
+
+
+def find_marks(template: str) -> list[str]:
+    """Marks like special tokens that a template's source writes, each once, in their order.
+
+    >>> find_marks("{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}")
+    ['<|im_start|>', '<|im_end|>']
+    """
+    return list(dict.fromkeys(_MARK.findall(template)))
 
 
 def load_template(file: str, tokenizer: str) -> ChatTemplate:

@@ -1,8 +1,8 @@
 """Checks of a config's data with the errors of preparing: first by the names of sources, then by their first rows.
 
 Training calls `check_data` before it imports torch, and then reads all data by `prepare_tokens` and `open_samples`.
-`check_beginnings` calls these two with the first rows of each source, so it refuses what they would refuse. It cannot
-see a bad row far behind the first ones.
+`check_beginnings` calls these two (`dtlayout.data.beginnings`) with the first rows of each source, so it refuses what
+they would refuse. It cannot see a bad row far behind the first ones.
 """
 
 import tempfile
@@ -11,15 +11,11 @@ from pathlib import Path
 from dtlayout.base.errors import DataError
 from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
+from dtlayout.data.beginnings import open_beginnings
 from dtlayout.data.chat import load_template
-from dtlayout.data.prepare import prepare_head
-from dtlayout.data.samples import open_samples
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
-
-_HEAD_TOKENS = 1 << 16
-"""Ids of each source that are prepared as a trial, unless one sample needs more."""
 
 
 def check_data(config: Config) -> None:
@@ -48,16 +44,7 @@ def check_beginnings(config: Config) -> None:
     """Raise DataError if preparing or cutting the first rows of a source fails, as it would in training."""
     with tempfile.TemporaryDirectory() as folder:
         for data in (config.data, *config.held_out_data.values()):
-            _check_beginning(config, data, Path(folder))
-
-
-def _check_beginning(config: Config, data: DataConfig, folder: Path) -> None:
-    """Check the first rows of each source of [data] or of a set of [validation], at least one sample each."""
-    heads = [prepare_head(each, max(_HEAD_TOKENS, config.batch.seq_len + 1), folder) for each in data.sources]
-    if None in heads:
-        return
-    folders, _ = zip(*filter(None, heads), strict=True)
-    open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+            open_beginnings(config, data, Path(folder))
 
 
 def _refuse_trained_on(validation: DataConfig, ours: list[Path], data: DataConfig, theirs: list[Path]) -> None:

@@ -6,6 +6,7 @@ In plain text all ids are targets. In a conversation only the answers are, each 
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,9 @@ from dtlayout.base.errors import DataError
 from dtlayout.base.files import parse_json
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
+from dtlayout.data.messages import ASSISTANT, ContentForm, check_messages, find_form, find_roles, fit_content
 from dtlayout.data.readers import BadRow, SourceRow
-from dtlayout.data.sources import Corpus
+from dtlayout.data.sources import BrokenFile, Corpus
 from dtlayout.data.template import Spans
 from dtlayout.data.tokenizer import Ids, Tokenizer
 
@@ -36,6 +38,8 @@ class Document(NamedTuple):
     """Whether the document has any text or answer to learn from."""
     num_rewritten: int = 0
     """Answers that are no targets, since the template has rewritten them."""
+    num_unanswered: int = 0
+    """1 for a conversation without a message of the assistant, whose answers alone would be targets; else 0."""
 
 
 class DocumentRead(NamedTuple):
@@ -47,6 +51,10 @@ class DocumentRead(NamedTuple):
     """Number of the row there; at the end of the unit, the number of its rows."""
     document: Document | None
     """The row's document; None at the end of the unit."""
+    position: int
+    """Bytes of the file, or rows of the hub's dataset, that were read up to there."""
+    broken: str
+    """Reason why a file is not read to its end; empty where nothing is wrong."""
 
 
 def read_documents(
@@ -60,7 +68,9 @@ def read_documents(
 
     `firsts` has for each unit the number of the row to begin with, or None for a unit that is not read. `note_bad` is
     called with unit, row and reason, which names the place, for a row that cannot be read or lacks a field that `data`
-    names; what it raises ends the reading. DataError where a file cannot be read any further.
+    names; what it raises ends the reading. A file that cannot be read any further ends there, and the next one follows.
+    So does one whose last row is cut, or that is no text, unless `note_bad` lets it pass. DataError where a dataset of
+    the hub cannot be read any further.
     """
     kind = _Chats(data, tokenizer) if data.messages_field else _Texts(data, tokenizer)
     yield from _encode_ahead(_batch(_read(corpus, kind, firsts, note_bad)), kind.encode)
@@ -75,6 +85,7 @@ class _Text(NamedTuple):
     is_answered: bool = True
     """Whether the last message is an answer."""
     num_rewritten: int = 0
+    num_unanswered: int = 0
 
 
 class _Texts:
@@ -110,6 +121,12 @@ class _Chats:
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
         self.loss_on = data.loss_on
+        self.roles = find_roles(self.template.source)
+
+    @cached_property
+    def _form(self) -> ContentForm:
+        """Form of the content that the template writes."""
+        return find_form(self.template.render)
 
     def read(self, row: SourceRow) -> _Text:
         """The text of a row's conversation; DataError, without file and row, if the row holds none."""
@@ -117,18 +134,24 @@ class _Chats:
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
         messages = _without_none(messages)
-        if not all("role" in each for each in messages):
-            raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
+        try:
+            check_messages(messages, self.roles)
+        except DataError as error:
+            raise DataError(f"field {self.field!r}: {error}") from None
+        messages = [fit_content(each, self._form) for each in messages]
         tools = _read_tools(row.get("tools"))
         if self.loss_on == "all":
             return _Text(self.template.render(messages, tools))
-        return _Text(*self.template.find_answers(messages, tools, only_last=self.loss_on == "last"))
+        found = self.template.find_answers(messages, tools, only_last=self.loss_on == "last")
+        return _Text(*found, num_unanswered=int(all(each["role"] != ASSISTANT for each in messages)))
 
     def encode(self, items: Sequence[_Text]) -> list[Document]:
         """A document for each conversation."""
         encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
-            self._end(ids, self._find_loss_mask(places, item))._replace(num_rewritten=item.num_rewritten)
+            self._end(ids, self._find_loss_mask(places, item))._replace(
+                num_rewritten=item.num_rewritten, num_unanswered=item.num_unanswered
+            )
             for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 
@@ -182,25 +205,51 @@ class _Place(NamedTuple):
     unit: int
     row: int
     text: _Text | None
+    position: int
+    broken: str = ""
 
 
 def _read(
     corpus: Corpus, kind: _Texts | _Chats, firsts: Sequence[int | None], note_bad: Callable[[int, int, str], None]
 ) -> Iterator[_Place]:
     for unit, first in enumerate(firsts):
-        if first is None:
-            continue
-        number = first
+        if first is not None:
+            yield from _read_unit(corpus, kind, unit, first, note_bad)
+
+
+def _read_unit(
+    corpus: Corpus, kind: _Texts | _Chats, unit: int, first: int, note_bad: Callable[[int, int, str], None]
+) -> Iterator[_Place]:
+    number, broken = first, ""
+    try:
         for row in corpus.read(unit, first):
             if isinstance(row, BadRow):
-                note_bad(unit, number, corpus.describe_bad(unit, row))
+                _note_unread(corpus, unit, number, row, note_bad)
             else:
                 try:
-                    yield _Place(unit, number, kind.read(row))
+                    text = kind.read(row)
                 except DataError as error:
                     note_bad(unit, number, f"{corpus.place(unit, number)}: {error}")
+                else:
+                    yield _Place(unit, number, text, corpus.position.tell() if corpus.files else number + 1)
             number += 1
-        yield _Place(unit, number, None)
+    except BrokenFile as error:
+        broken = str(error)
+    yield _Place(unit, number, None, corpus.files[unit].stat().st_size if corpus.files else number, broken)
+
+
+def _note_unread(
+    corpus: Corpus, unit: int, number: int, row: BadRow, note_bad: Callable[[int, int, str], None]
+) -> None:
+    """Note a row that is none; BrokenFile where `note_bad` refuses it and the file as a whole is to blame."""
+    why = corpus.describe_bad(unit, row)
+    try:
+        note_bad(unit, number, why)
+    except DataError as error:
+        if row.is_cut or not row.place:
+            ends = ": the file ends inside of a row, as one that is only half there does" * row.is_cut
+            raise BrokenFile(f"{error}{ends}") from error
+        raise
 
 
 def _batch(places: Iterable[_Place]) -> Iterator[list[_Place]]:
@@ -223,7 +272,12 @@ def _batch(places: Iterable[_Place]) -> Iterator[list[_Place]]:
 
 def _encode(batch: list[_Place], encode: Callable[[list[_Text]], list[Document]]) -> list[DocumentRead]:
     documents = iter(encode([place.text for place in batch if place.text is not None]))
-    return [DocumentRead(place.unit, place.row, None if place.text is None else next(documents)) for place in batch]
+    return [
+        DocumentRead(
+            place.unit, place.row, None if place.text is None else next(documents), place.position, place.broken
+        )
+        for place in batch
+    ]  # fmt: skip
 
 
 def _encode_ahead(

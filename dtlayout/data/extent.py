@@ -29,8 +29,13 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
         )
     if num_without := source.targets.num_samples_without:
         yield (
-            f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}: no token in there is "
-            f"a target"
+            f"note: nothing is learnt from {plural(num_without, 'sample', ',')} of {source.name}, which hold no "
+            f"target: {source.explain_untaught(source.targets)}"
+        )
+    if tokens.num_unanswered:
+        yield (
+            f"note: {plural(tokens.num_unanswered, 'conversation', ',')} of {source.name} without an answer: no "
+            f'message there has the role assistant, so nothing of it is learnt; data.loss_on="all" learns whole texts'
         )
     if tokens.num_rewritten:
         yield (

@@ -62,6 +62,8 @@ class TokenPiece:
     """Place of the first of them, and the reason."""
     num_rewritten: int = 0
     """Answers that are no targets, since the template has rewritten them."""
+    num_unanswered: int = 0
+    """Conversations without a message of the assistant."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def write_units(folder: Path, units: Sequence[Sequence[PlacedPiece]]) -> None:
     (folder / UNITS_NAME).write_text(json.dumps(list(map(asdict, pieces))) + "\n", encoding="utf-8")
 
 
-_COUNTS = ("num_documents", "num_tokens", "num_bad", "num_rewritten")
+_COUNTS = ("num_documents", "num_tokens", "num_bad", "num_rewritten", "num_unanswered")
 
 
 class PieceWriter:
@@ -201,6 +203,7 @@ class PieceWriter:
         self._open = replace(
             now, end_row=row + 1, num_documents=now.num_documents + 1, num_tokens=now.num_tokens + document.ids.size,
             has_text=now.has_text or document.has_text, num_rewritten=now.num_rewritten + document.num_rewritten,
+            num_unanswered=now.num_unanswered + document.num_unanswered,
         )  # fmt: skip
 
     def end(self, num_rows: int) -> None:

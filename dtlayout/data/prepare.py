@@ -54,7 +54,9 @@ from dtlayout.data.tokenizing import Tokenized, Units, describe_bad, dtype_of, w
 HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MASK_NAME: "taught_sha256"}
 """File → key of tokens.json with its hash."""
 
-_FORMAT = 3  # part of the fingerprint: raise it when the same corpus would give other bytes
+# Parts of the fingerprint: raise one when the same corpus would give other bytes, or other refusals.
+_FORMAT = 3  # of plain text
+_CHAT_FORMAT = 4  # of conversations; 4: messages are checked, and those without an answer counted
 
 
 def prepare_tokens(
@@ -244,7 +246,7 @@ def _name_units(
 ) -> list[str]:
     """A fingerprint for each unit of a source."""
     what = {key: value for key, value in provenance.items() if key not in _PLACES}
-    what |= {"format": _FORMAT, "tokenizer": tokenizer.fingerprint}
+    what |= {"format": _CHAT_FORMAT if data.messages_field else _FORMAT, "tokenizer": tokenizer.fingerprint}
     if not files:
         return [_hash({**what, "source": data.source, "split": data.split})]
     shared = os.path.commonpath([file.absolute().parent for file in files])
@@ -291,14 +293,15 @@ def _join(
         empty.num_tokens = num_tokens
         raise empty
     write_units(folder, whole)
-    num_bad, num_rewritten = (sum(getattr(each.piece, name) for each in used) for name in ("num_bad", "num_rewritten"))
+    num_bad = sum(each.piece.num_bad for each in used)
+    counts = {name: sum(getattr(each.piece, name) for each in used) for name in ("num_rewritten", "num_unanswered")}
     first_bad = next((each.piece.first_bad for each in used if each.piece.num_bad), "")
     if num_bad > data.max_bad_rows:  # each process knows its own alone
         raise DataError(describe_bad(num_bad, first_bad, data))
     return {
         "dtype": dtype_of(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
-        **({"num_rewritten": num_rewritten} if num_rewritten else {}),
+        **{name: number for name, number in counts.items() if number},
         **({"num_bad_rows": num_bad, "first_bad_row": first_bad} if num_bad else {}),
         **{HASH_KEYS[name]: digest for name, digest in files.finish().items()},
     }  # fmt: skip

@@ -42,6 +42,7 @@ from dtlayout.config.sections import DataConfig
 from dtlayout.data.best_fit import Ints
 from dtlayout.data.divisions import DIVISIONS, Division
 from dtlayout.data.permutation import hash_integers, permute
+from dtlayout.data.targets import Targets, count_all_targets, explain_untaught
 from dtlayout.data.tokens import TokenFile
 from dtlayout.spec.batch import IGNORED, Batch, RampStage, count_after, size_after
 
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
 ROUND = 10_000
 """Samples over which shares are exact: a weight counts to a hundredth of a percent."""
-
-_SAMPLES_AT_ONCE = 1 << 12
 
 
 class SampleRows(NamedTuple):
@@ -63,15 +62,6 @@ class SampleRows(NamedTuple):
     """Target ids, int64; `IGNORED` where no target counts."""
     is_last: "torch.Tensor"
     """Whether a token is the last of its document, bool."""
-
-
-class Targets(NamedTuple):
-    """Numbers of targets of a source in one epoch."""
-
-    number: int
-    """Tokens that are targets."""
-    num_samples_without: int
-    """Samples in which no token is one."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,8 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
         sources.append(
             SampledSource(tokens, batch.seq_len, str(each.source), data.samples, is_chat=bool(each.messages_field))
         )
-    return Samples(tuple(sources), batch, seed, data.weights)
+    weights = data.weights or tuple(float(each.num_samples) for each in sources)
+    return Samples(tuple(sources), batch, seed, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,19 +143,11 @@ class SampledSource:
         """Targets of one epoch; counting them reads the whole loss mask."""
         if self.tokens.loss_mask is None and self.samples == "packed":
             return Targets(self.num_samples * self.seq_len, 0)
-        num_targets = num_without = 0
-        for start in range(0, self.num_samples, _SAMPLES_AT_ONCE):
-            ids_B = np.arange(start, min(start + _SAMPLES_AT_ONCE, self.num_samples))
-            row_N, first_N, length_N = self.division.find(ids_B)
-            if self.tokens.loss_mask is None:
-                targets_N = length_N - 1
-            else:  # the first token of a passage is no target
-                begin, end = first_N.min(), (first_N + length_N).max()
-                places = begin + np.flatnonzero(self.tokens.loss_mask[begin:end])
-                targets_N = np.searchsorted(places, first_N + length_N) - np.searchsorted(places, first_N + 1)
-            targets_B = np.bincount(row_N, targets_N, minlength=ids_B.size)
-            num_targets, num_without = num_targets + int(targets_B.sum()), num_without + int((targets_B == 0).sum())
-        return Targets(num_targets, num_without)
+        return count_all_targets(self.tokens, self.division)
+
+    def explain_untaught(self, found: Targets) -> str:
+        """Reason why samples without a target have none; `found` are the targets of the samples that are looked at."""
+        return explain_untaught(found, self.tokens, self.samples, self.seq_len)
 
     def read_ids(self, sample: int) -> Ints:
         """Token ids of one sample, without padding."""
@@ -213,7 +196,9 @@ class Samples:
     def __post_init__(self) -> None:
         if 0 in self._quotas:
             lost = self.sources[self._quotas.index(0)]
-            raise DataError(f"the weight of {lost.name} is less than 1 / {ROUND} of all; raise it or leave it out")
+            raise DataError(
+                f"the weight of {lost.name} is less than 1 / {ROUND} of all; give it a larger number or leave it out"
+            )
 
     @cached_property
     def _quotas(self) -> list[int]:
@@ -265,11 +250,15 @@ class Samples:
 
     def locate_numbers(self, numbers: Ints) -> tuple[Ints, Ints]:
         """Source and number in the source, for samples by the order in which a run reads them, from 0."""
-        source_B, sample_B = deal(numbers, self._quotas, self.seed)
+        source_B, sample_B = self.deal_numbers(numbers)
         for i, source in enumerate(self.sources):
             is_here = source_B == i
             sample_B[is_here] = shuffle(sample_B[is_here], source.num_samples, self.seed)
         return source_B, sample_B
+
+    def deal_numbers(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Source and number n in its own order, for samples by the order in which a run reads them: [Note: shares]."""
+        return deal(numbers, self._quotas, self.seed)
 
     def batch(self, step: int, indices: Sequence[int]) -> SampleRows:
         """The samples at these indices of the global batch of `step`, [B, S] each."""

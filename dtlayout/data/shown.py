@@ -1,11 +1,15 @@
 """A training sample as text for people, with its targets marked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
-from dtlayout.data.samples import SampledSource, Samples
+from dtlayout.base.errors import DataError
+from dtlayout.base.formatting import plural
+from dtlayout.data.beginnings import Beginnings
+from dtlayout.data.samples import SampledSource
+from dtlayout.data.targets import count_targets
 from dtlayout.data.tokenizer import Tokenizer
 
 OPEN, CLOSE = "«", "»"
@@ -34,6 +38,11 @@ class ShownSample:
     num_padding: int
     documents: tuple[tuple[ShownPart, ...], ...]
     """Parts of each document, special tokens included."""
+    why_untaught: str = ""
+    """Reason why no token is a target; empty where one is."""
+    beginning: tuple[int, int] | None = None
+    """Samples and tokens of the beginning, where no more of the source is tokenized; a run then reads another sample in
+    this place. None where the source is whole."""
 
     def mark(self) -> list[str]:
         """Text of each document, with marks around its targets."""
@@ -43,10 +52,26 @@ class ShownSample:
         ]
 
 
-def show_sample(samples: Samples, number: int, tokenizer: Tokenizer) -> ShownSample:
-    """Sample `number` of a run, by the order in which samples are read, from 0."""
-    sources, ids = samples.locate_numbers(np.array([number]))
-    return show_sample_of(samples.sources[int(sources[0])], int(ids[0]), tokenizer)
+def show_sample(beginnings: Beginnings, number: int, tokenizer: Tokenizer) -> ShownSample:
+    """Sample `number` of a run, by the order in which samples are read, from 0.
+
+    The order of a source that is not whole is unknown. Of such a source, where the run would read its n-th sample, the
+    n-th one from its beginning is shown. DataError where the beginning has fewer.
+    """
+    samples = beginnings.samples
+    (index,), (sample,) = samples.locate_numbers(np.array([number]))
+    source, is_whole = samples.sources[index], beginnings.are_whole[index]
+    if not is_whole:
+        sample = samples.num_samples  # more than the source has here
+        if number < sample:
+            sample = (samples.deal_numbers(np.arange(number))[0] == index).sum()
+        if sample >= source.num_samples:
+            raise DataError(
+                f"sample={number} is outside of {plural(source.num_samples, 'sample')} in the beginning of "
+                f"{source.name}, and no more is tokenized; run dtlayout prepare first"
+            )
+    shown = show_sample_of(source, int(sample), tokenizer)
+    return shown if is_whole else replace(shown, beginning=(source.num_samples, source.tokens.num_tokens))
 
 
 def show_sample_of(source: SampledSource, sample: int, tokenizer: Tokenizer) -> ShownSample:
@@ -58,8 +83,10 @@ def show_sample_of(source: SampledSource, sample: int, tokenizer: Tokenizer) -> 
     for end in [*(np.flatnonzero(is_last[: num_tokens - 1]) + 1).tolist(), num_tokens]:
         documents.append(_split(tokens[begin:end].tolist(), counts[begin:end].tolist(), tokenizer))
         begin = end
-    num_padding = tokens.size - num_tokens
-    return ShownSample(source.name, sample, num_tokens, int(counts.sum()), num_padding, tuple(documents))
+    num_padding, why = tokens.size - num_tokens, ""
+    if not counts.any():
+        why = source.explain_untaught(count_targets(source.tokens, source.division, np.array([sample])))
+    return ShownSample(source.name, sample, num_tokens, int(counts.sum()), num_padding, tuple(documents), why)
 
 
 def _split(ids: list[int], counts: list[bool], tokenizer: Tokenizer) -> tuple[ShownPart, ...]:

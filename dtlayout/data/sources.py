@@ -17,7 +17,7 @@ import os
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -37,9 +37,13 @@ from dtlayout.base.source_names import (
     is_hub_name,
     split_config,
 )
-from dtlayout.data.readers import LFS_POINTER, BadRow, SourceRow, read_rows
+from dtlayout.data.readers import LFS_POINTER, BadRow, Position, SourceRow, read_rows
 
 _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
+
+
+class BrokenFile(DataError):
+    """Raised where a file cannot be read any further; other files of the source may be whole."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Corpus:
     """Rows of a dataset on the hub."""
     fields: Collection[str] = ()
     """Fields that somebody reads; other columns of tables may be left out."""
+    num_rows: int = 0
+    """Rows of a dataset on the hub; 0 where it does not say."""
+    position: Position = field(default_factory=Position)
+    """Place up to which the file at hand is read."""
 
     @property
     def num_units(self) -> int:
@@ -60,13 +68,19 @@ class Corpus:
         return len(self.files) or 1
 
     def read(self, unit: int, first: int = 0) -> Iterator[SourceRow | BadRow]:
-        """The rows of a unit in a fixed order, from number `first` on; DataError with the place if reading breaks."""
+        """The rows of a unit in a fixed order, from number `first` on.
+
+        If reading breaks, BrokenFile with the place for a file, and DataError for a dataset of the hub.
+        """
         try:
-            rows: Iterable[Any] = read_rows(self.files[unit], self.fields) if self.files else self._read_hub()
+            rows: Iterable[Any] = self._read_hub()
+            if self.files:
+                rows = read_rows(self.files[unit], self.fields, self.position)
             yield from islice(rows, first, None)
         except DataError as error:
             said = str(error)
-            raise DataError(f"reading {self.source!r} {said}" if said.startswith("broke ") else said) from error
+            kind = BrokenFile if self.files else DataError
+            raise kind(f"reading {self.source!r} {said}" if said.startswith("broke ") else said) from error
 
     def _read_hub(self) -> Iterator[SourceRow]:
         num_rows = 0
@@ -93,7 +107,10 @@ def open_corpus(source: str | Sequence[str], files: list[Path], split: str, fiel
     `files` are its local files, from `list_files`, which has chosen by the split. `split` is that of a hub dataset.
     `fields` are those that are read of rows.
     """
-    return Corpus(source, files, () if files else _open_hub(str(source), split), fields)
+    if files:
+        return Corpus(source, files, fields=fields)
+    rows = _open_hub(str(source), split)
+    return Corpus(source, files, rows, fields, _count_hub_rows(rows, split))
 
 
 def list_files(source: str | Sequence[str], split: str = LOCAL_SPLIT) -> list[Path]:
@@ -144,7 +161,8 @@ def _check_one_kind(files: list[Path], source: str | Sequence[str]) -> None:
         suffixes = sorted({next(each for each in reversed(file.suffixes) if each in KINDS) for file in files})
         raise DataError(
             f"{source!r} mixes {' and '.join(suffixes)} files ({len(files)} in all); "
-            f"choose one kind with a glob such as '**/*{suffixes[0]}'"
+            f"choose one kind with a glob such as '**/*{suffixes[0]}', or name each kind as a source of its own in "
+            f"[[data.mixture]]"
         )
 
 
@@ -190,6 +208,12 @@ def _open_hub(source: str, split: str) -> Iterable[SourceRow]:
         f"); give {SUFFIXES} files, '{STDLIB}' or a reachable owner/name[:config]",
     ):
         return datasets.load_dataset(name, config or None, split=split, streaming=True)
+
+
+def _count_hub_rows(rows: Any, split: str) -> int:
+    """Rows of a dataset on the hub as its description says them; 0 where it does not, and for a slice of a split."""
+    splits = getattr(getattr(rows, "info", None), "splits", None) or {}
+    return int(getattr(splits[split], "num_examples", 0) or 0) if split in splits else 0
 
 
 @contextmanager

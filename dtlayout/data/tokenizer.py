@@ -49,6 +49,8 @@ class Tokenizer:
     """Text of ids as `decode` gives it, but with special tokens."""
     begin: tuple[int, ...] = ()
     """Ids that models expect before each document: Llama's <s>, Llama 3's <|begin_of_text|>; or none."""
+    spelt: frozenset[str] = frozenset()
+    """Tokens that become one id where the text of a conversation spells them."""
     end_of_answer: int | None = None
     """The id that ends an answer, where the files beside tokenizer.json name one as `eos_token`."""
 
@@ -134,7 +136,8 @@ def _load(path: Path, size: int, mtime_ns: int, end_of_document: str, end_of_ans
     """The tokenizer of a file; `size` and `mtime_ns` change with the file, `end_of_answer` is its `eos_token`."""
     tokenizer = _read_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
     end = _find_end_of_document(ids, special, end_of_document, end_of_answer, path)
 
     def encode_batch(texts: Sequence[str]) -> list[Ids]:
@@ -163,6 +166,7 @@ def _load(path: Path, size: int, mtime_ns: int, end_of_document: str, end_of_ans
         decode=tokenizer.decode,
         spell=partial(tokenizer.decode, skip_special_tokens=False),
         begin=begin,
+        spelt=frozenset(token.content for token in added),
         end_of_answer=ids.get(end_of_answer) if end_of_answer else None,
     )
 

@@ -34,6 +34,10 @@ class TokenFile:
     """Hash of the loss mask's file, under the name of its key on disk; empty without one, or from an older version."""
     num_rewritten: int = 0
     """Answers that are no targets, since the chat template writes them in another way once messages follow."""
+    num_unanswered: int = 0
+    """Conversations without a message of the assistant; 0 where all of a text is learnt."""
+    loss_on: str = ""
+    """`data.loss_on` with which conversations were prepared; empty for text."""
     num_bad_rows: int = 0
     """Rows that were left out, since they could not be read or lacked a field."""
     first_bad_row: str = ""
@@ -57,6 +61,8 @@ class TokenFile:
             info["end_of_document"],
             **{key: info.get(key, "") for key in HASH_KEYS.values()},
             num_rewritten=info.get("num_rewritten", 0),
+            num_unanswered=info.get("num_unanswered", 0),
+            loss_on=info.get("loss_on", ""),
             num_bad_rows=info.get("num_bad_rows", 0),
             first_bad_row=info.get("first_bad_row", ""),
             max_tokens=info.get("max_tokens", 0),
@@ -102,8 +108,8 @@ class TokenFile:
                 f"delete {str(self.folder)!r} and prepare again"
             )
 
-    def verify(self) -> None:
-        """Read all files; DataError if they are not the ones that were prepared."""
+    def verify(self) -> int:
+        """Read all files; DataError if they are not the ones that were prepared. Returns how many were compared."""
         if self.loss_mask is not None and not self.taught_sha256:
             raise DataError(
                 f"{str(self.folder)!r} cannot be compared: an older version prepared it, whose one checksum was of ids "
@@ -116,6 +122,7 @@ class TokenFile:
                 f"{str(self.folder)!r} is damaged: its files are not those that {INFO_NAME} has the checksum of: "
                 f"{', '.join(wrong)}; delete that folder and prepare again"
             )
+        return sum(map(bool, written.values()))
 
 
 def refuse_larger(num_ids: int, vocab_size: int) -> None:

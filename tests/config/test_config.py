@@ -383,6 +383,30 @@ def test_the_optimizer_is_the_one_that_is_named_and_loads_again():
     assert parse_config(toml.loads(config.to_toml())) == config
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (["size", 2], "data.mixture has weight = \"size\" for 'a' and a number for another source"),
+        ([None, "size"], "data.mixture has weight = \"size\" for 'b' and a number for another source"),
+        (["sizes"], "data.mixture[0].weight='sizes' must be a number or \"size\""),
+        ([True], "data.mixture[0].weight=True must be a number"),
+        ([0], 'data.mixture.weight=0.0 must be above 0 and finite, or "size"'),
+    ],
+)
+def test_weights_are_numbers_or_all_of_them_size(weights, said):
+    named = zip("ab", weights, strict=False)
+    mixture = [{"source": name} | ({} if weight is None else {"weight": weight}) for name, weight in named]
+    with pytest.raises(InvalidConfig) as error:
+        parse_config(tables(data={"mixture": mixture}))
+    assert any(said in problem for problem in error.value.problems)
+
+
+def test_weights_by_size_are_written_and_read_again():
+    config = parse_config(tables(data={"mixture": [{"source": each, "weight": "size"} for each in "ab"]}))
+    assert config.data.weights is None
+    assert parse_config(toml.loads(config.to_toml())) == config
+
+
 def test_beside_a_mixture_no_source_is_written_that_nobody_named():
     mixture = [{"source": "a"}, {"source": "b"}]
     config = parse_config(tables(data={"mixture": mixture}))
@@ -428,6 +452,7 @@ def test_not_a_number_is_refused(key):
         ("--data.source=some folder/*.txt", "data", "source", "some folder/*.txt"),
         ("--train.run_folder=a=b", "train", "run_folder", "a=b"),
         ("--data.mixture=[{source='a', weight=2.5}]", "data", "mixture", (Source(source="a", weight=2.5),)),
+        ("--data.mixture=[{source='a', weight='size'}]", "data", "mixture", (Source(source="a", weight="size"),)),
         ("--data.end_of_document=", "data", "end_of_document", ""),
         ("--train.steps=5", "train", "steps", 5),
         ("--model.num_layers=6", "model", "num_layers", 6),

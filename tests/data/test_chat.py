@@ -296,13 +296,129 @@ def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, off
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([{"content": "hi"}], r"row 1 of '.*chats\.jsonl': a message in field 'messages' has no role"),
+        (
+            [{"content": "hi"}],
+            r"row 1 of '.*chats\.jsonl': field 'messages': message 1 has no role; .* has content \(data\.max_bad",
+        ),
         ([{"role": "user", "content": "hi"}], "holds no answer: 1 document and"),
     ],
 )
 def test_conversations_that_teach_nothing_are_refused(tmp_path, offline, messages, said):
     with pytest.raises(DataError, match=said):
         prepare(tmp_path, CHATML, [messages])
+
+
+BAD_MESSAGES = {
+    "no content": ({"role": "user"}, "(role user) has no content"),
+    "null": ({"role": "user", "content": None}, "(role user) has no content"),
+    "an answer that says and calls nothing": (
+        {"role": "assistant", "tool_calls": []},
+        "(role assistant) has no content and no tool_calls",
+    ),
+    "an empty list": ({"role": "tool", "content": []}, "(role tool) has an empty list as its content"),
+    "a table": (
+        {"role": "tool", "content": {"a": 1}},
+        "(role tool) has content of type dict, not text; write it as text",
+    ),
+    "a number": ({"role": "user", "content": 7}, "(role user) has content of type int, not text"),
+    "a string as a part": (
+        {"role": "user", "content": ["hi"]},
+        "(role user) has content whose part 1 is 'str'; parts ",
+    ),
+    "an image": (
+        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "url": "x"}]},
+        '(role user) has content whose part 2 is \'image\'; parts are {"type": "text", "text": …}',
+    ),
+    "a part of text without it": (
+        {"role": "user", "content": [{"type": "text"}]},
+        "(role user) has content whose part 1 has no text; parts",
+    ),
+    "a misspelt role": (
+        {"role": "assitant", "content": "hi"},
+        "has role 'assitant'; use one of system, developer, user, assistant, tool, perhaps 'assistant', or one that ",
+    ),
+    "a role that nobody knows": (
+        {"role": "x7", "content": "hi"},
+        "has role 'x7'; use one of system, developer, user, ",
+    ),
+    "a role that is no text": ({"role": ["user"], "content": "hi"}, "has role ['user']; use one of system, "),
+    "keys of another format": ({"from": "human", "value": "hi"}, "has no role; each message needs a role and its con"),
+    "calls as text": ({"role": "assistant", "tool_calls": "[]"}, "has tool_calls of type str, not a list of calls"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_a_message_that_a_template_would_write_as_something_else_is_a_bad_row(tmp_path, offline, name):
+    message, said = BAD_MESSAGES[name]
+    bad = [CONVERSATION[0], message, CONVERSATION[1]]
+    with pytest.raises(DataError, match=r"^row 2 of '.*chats\.jsonl': field 'messages': message 2 ") as error:
+        prepare(tmp_path, CHATML, [CONVERSATION, bad, CONVERSATION])
+    assert said in str(error.value)
+    tokens = prepare(tmp_path, CHATML, [CONVERSATION, bad, CONVERSATION], max_bad_rows=1)
+    assert (tokens.num_documents, tokens.num_bad_rows) == (2, 1) and said in tokens.first_bad_row
+
+
+def spell(tokens):
+    return bytes(i for i in tokens.tokens.tolist() if i < 256).decode()
+
+
+def test_roles_that_a_template_names_and_calls_without_content_are_taken(tmp_path, offline):
+    template = "{% for m in messages %}{% if m.role == 'ipython' %}#{% endif %}{{ m.content }};"
+    template += "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    conversation = [CONVERSATION[0], call, {"role": "ipython", "content": "7"}, CONVERSATION[1]]
+    assert spell(prepare(tmp_path, template, [conversation])) == "hi;;add#7;hello <b>;"
+    with pytest.raises(DataError, match=r"message 3 has role 'ipython'"):
+        prepare(tmp_path, template.replace("'ipython'", "named"), [conversation])
+
+
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %};{% endfor %}"
+)
+ONLY_PARTS = (
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }};{% endfor %}", PARTS, ONLY_PARTS])
+def test_text_and_parts_of_text_are_the_same_whichever_a_template_writes(tmp_path, offline, template):
+    parts = [
+        {"role": each["role"], "content": [{"type": "text", "text": part} for part in each["content"].partition(" ")]}
+        for each in CONVERSATION
+    ]
+    for conversation in (CONVERSATION, parts, [*parts[:1], *CONVERSATION[1:]]):
+        tokens = prepare(tmp_path, template, [conversation])
+        assert spell(tokens) == "hi;hello <b>;é?;ja ß;"
+        assert tokens.loss_mask.sum() == len("hello <b>;") + len("ja ß;".encode()) + 1
+
+
+def test_conversations_without_an_answer_are_counted_unless_all_of_a_text_is_learnt(tmp_path, offline):
+    conversations = [CONVERSATION, CONVERSATION[:1], CONVERSATION[:3], CONVERSATION[2:3]]
+    tokens = prepare(tmp_path, CHATML, conversations)
+    assert tokens.num_unanswered == 2
+    (line,) = (each for each in describe_sources([SampledSource(tokens, 16, "it")]) if "without an answer" in each)
+    assert line.startswith("note: 2 conversations of it without an answer: no message there has the role assistant")
+    assert prepare(tmp_path, CHATML, conversations, loss_on="last").num_unanswered == 2
+    tokens = prepare(tmp_path, CHATML, conversations, loss_on="all")
+    assert tokens.num_unanswered == 0 and not any(
+        "without" in each for each in describe_sources([SampledSource(tokens, 16)])
+    )
+
+
+def test_rules_for_conversations_that_change_leave_prepared_text_as_it_is(tmp_path, offline, monkeypatch):
+    (tmp_path / "a.txt").write_text("to be")
+    text = DataConfig(source=str(tmp_path / "a.txt"), folder=str(tmp_path / "tokens"))
+    prepare(tmp_path, CHATML, [CONVERSATION])
+    chats = DataConfig(
+        source=str(tmp_path / "chats.jsonl"), messages_field="messages", folder=str(tmp_path / "tokens"),
+        chat_template=str(tmp_path / "template.jinja"),
+    )  # fmt: skip
+    before = prepare_tokens(text), prepare_tokens(chats)
+    assert prepare_tokens(chats) == before[1]
+    monkeypatch.setattr("dtlayout.data.prepare._CHAT_FORMAT", 99)
+    assert (prepare_tokens(text) == before[0], prepare_tokens(chats) == before[1]) == (True, False)
 
 
 def test_the_limit_of_time_grows_with_the_square_of_a_long_conversation():

@@ -176,7 +176,7 @@ def test_what_training_takes_passes_the_check_before_it_is_prepared_and_after(fo
 @pytest.mark.parametrize(("samples", "head"), list(product(["packed", "padded"], [20, 40, 100])))
 def test_a_beginning_that_is_not_the_whole_refuses_nothing_that_the_whole_has(folder, monkeypatch, samples, head):
     """Of validation a batch of documents, of either an answer or a text, may come after what is read."""
-    monkeypatch.setattr("dtlayout.data.check._HEAD_TOKENS", head)
+    monkeypatch.setattr("dtlayout.data.beginnings._HEAD_TOKENS", head)
     rows = [{"text": ""}] * 200 + [{"text": "some words"}] * 200
     (folder / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = read_config(folder, ["--data.source=FOLDER/late.jsonl", "--validation.source=FOLDER/held.jsonl"])

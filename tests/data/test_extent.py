@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from dtlayout.config.sections import DataConfig
-from dtlayout.data.extent import describe_held_out, describe_training
+from dtlayout.data.extent import describe_held_out, describe_sources, describe_training
 from dtlayout.data.prepare import prepare_tokens
-from dtlayout.data.samples import Seen, open_samples
+from dtlayout.data.samples import SampledSource, Seen, open_samples
+from dtlayout.data.tokens import TokenFile
 from dtlayout.spec.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -73,6 +74,42 @@ def test_padding_and_documents_that_are_cut_are_said(tmp_path, kind, texts, said
     (line,) = describe_training(samples, 1)[1:]
     assert line == describe_held_out("", samples, 1)[1]
     assert line.startswith(f"{tmp_path / '0.jsonl'}, {kind}: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_on", "said"),
+    [
+        (
+            "padded",
+            "answers",
+            "in 1, the answers lie behind batch.seq_len=4, where a conversation is cut; in 2, no conv",
+        ),
+        (
+            "packed",
+            "answers",
+            "the answers lie in other samples of batch.seq_len=4",
+        ),
+        ("padded", "last", "in 1, the last answer of each conversation lies behind batch.seq_len=4, where"),
+    ],
+)
+def test_why_nothing_is_learnt_from_a_sample_is_said(write_tokens, kind, loss_on, said):
+    """Documents of 9, 3, 3 and 6 tokens: an answer behind the sample, none, none, and one at the begin."""
+    marks = [0] * 7 + [1, 1] + [0] * 6 + [0, 1, 1, 0, 0, 0]
+    tokens = replace(TokenFile.open(write_tokens(range(21), documents=[9, 3, 3, 6], loss_mask=marks)), loss_on=loss_on)
+    source = SampledSource(tokens, 4, "it", samples=kind, is_chat=True)
+    (line,) = (each for each in describe_sources([source]) if "nothing is learnt" in each)
+    num_without = source.targets.num_samples_without
+    assert line.startswith(f"note: nothing is learnt from {num_without} samples of it, which hold no target: {said}")
+
+
+def test_where_there_is_one_reason_no_number_is_said(write_tokens):
+    for marks, said in (
+        ([0, 0, 0, 1], "the answers lie behind batch.seq_len=2, where a conversation is cut"),
+        ([0] * 4, "no conversation there has an answer that is learnt"),
+    ):
+        tokens = TokenFile.open(write_tokens(range(4), documents=[4], loss_mask=marks))
+        source = SampledSource(tokens, 2, "it", samples="best-fit", is_chat=True)
+        assert describe_sources([source])[-1].endswith(f"1 sample of it, which hold no target: {said}")
 
 
 @pytest.mark.parametrize(

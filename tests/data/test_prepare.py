@@ -1,14 +1,20 @@
 """Preparing tokens: what is written, once, whole, whoever else is writing."""
 
+import gzip
 import hashlib
 import itertools
 import json
 import os
+import random
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import dtlayout.data.documents
@@ -16,8 +22,9 @@ import dtlayout.data.prepare
 import dtlayout.data.tokenizing
 from dtlayout.base.errors import DataError
 from dtlayout.config.sections import DataConfig
-from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.prepare import prepare_shard, prepare_tokens
 from dtlayout.data.sources import Corpus
+from dtlayout.data.tokenizing import TokenizingCounts, TokenizingProgress
 from dtlayout.data.tokens import TokenFile
 
 
@@ -29,11 +36,11 @@ def as_corpus(source, documents):
 def serve(monkeypatch):
     """Replaces the corpus by these documents, so that only the tests of the whole path open `datasets`."""
 
-    def replace(documents):
+    def serve(documents):
         monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda *_: [])
         monkeypatch.setattr(dtlayout.data.tokenizing, "open_corpus", lambda source, *_: as_corpus(source, documents))
 
-    return replace
+    return serve
 
 
 def prepare(source, tokenizer, folder, **options):
@@ -194,6 +201,7 @@ import os, sys, time
 import dtlayout.data.documents as documents
 import dtlayout.data.prepare as prepare, dtlayout.data.tokenizing as tokenizing
 from dtlayout.data.sources import Corpus
+from dtlayout.data.tokenizing import TokenizingCounts, TokenizingProgress
 
 folder, ending = sys.argv[1:]
 
@@ -338,8 +346,8 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, serve, monkeypatch, capsys
     serve(["abc", "de"])
     prepare("x/y", "bytes", tmp_path, max_tokens=7)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("x/y: 4 tokens of 1 document, ") and "tokens/s, 57%, 0 min left" in first
-    assert second.startswith("x/y: 7 tokens of 2 documents, ")
+    assert re.fullmatch(r"x/y: 57% of 7 tokens, 4 tokens of 1 document, [\d,]+ tokens/s, 0 s left", first)
+    assert second.startswith("x/y: 100% of 7 tokens, 7 tokens of 2 documents, ")
 
 
 @pytest.mark.parametrize("documents", [[], ["", ""]])
@@ -355,3 +363,71 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, serve):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write tokens to"):
         prepare("x/y", "bytes", tmp_path / "file")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
+def test_how_far_it_is_counts_bytes_as_they_lie_on_disk(tmp_path, offline, monkeypatch, capsys, kind):
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
+    rng = random.Random(0)
+    rows = [{"text": f"{rng.getrandbits(12_000):x}"} for _ in range(600)]
+    for number in range(3):
+        write_rows(tmp_path / "corpus" / f"{number}.{kind}", rows)
+    total = sum(file.stat().st_size for file in (tmp_path / "corpus").iterdir())
+    done = prepare_shard(DataConfig(source=str(tmp_path / "corpus"), folder=str(tmp_path / "tokens")), 0, 1)
+    assert done.tokenized.num_read == total
+    line = rf"{tmp_path}/corpus: (\d+)% of {total / 2**20:.1f} MiB, file (\d) of 3, .* tokens/s, \d+ s left"
+    found = [re.fullmatch(line, each) for each in capsys.readouterr().err.splitlines() if " left" in each]
+    shares = [int(each[1]) for each in found]
+    assert shares == sorted(shares) and len(set(shares)) > 5 and shares[-1] > 99
+    assert {int(each[2]) for each in found} == {1, 2, 3}
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    table, lines = pa.Table.from_pylist(rows), "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=100)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=50)
+    elif path.suffix == ".zst":
+        with pa.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(lines)
+    else:
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+def test_the_speed_is_that_of_the_last_minute_and_what_was_there_before_is_no_speed(monkeypatch, capsys):
+    clock = iter([0.0, *range(10, 200, 10)])
+    monkeypatch.setattr(dtlayout.data.tokenizing.time, "perf_counter", lambda: next(clock))
+    progress = TokenizingProgress(DataConfig(source="x/y"), TokenizingCounts(1, 1000, 2, 4000), 2**20, 9)
+    progress.count(TokenizingCounts(1, 500, 0, 90_000, passed=80_000))
+    for _ in range(9):
+        progress.count(TokenizingCounts(1, 100, 0, 1000))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "x/y: 9% of 1.0 MiB, file 3 of 9, 1,500 tokens of 2 documents, 50 tokens/s, 16 min left"
+    assert lines[-1].endswith(", 10 tokens/s, 2.6 h left")
+
+
+def test_of_a_dataset_on_the_hub_rows_are_counted(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(dtlayout.data.tokenizing, "_SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda *_: [])
+    corpus = replace(as_corpus("x/y", ["ab"] * 4), num_rows=4)
+    monkeypatch.setattr(dtlayout.data.tokenizing, "open_corpus", lambda *_: corpus)
+    prepare("x/y", "bytes", tmp_path)
+    shares = [line.split(", ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shares[:4] == [f"x/y: {share}% of 4 rows" for share in (25, 50, 75, 100)]
+
+
+INTERRUPTED = CHILD.replace("os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 2); time.sleep(0.5)")
+
+
+def test_an_interrupt_is_answered_at_once_and_the_part_is_kept(tmp_path):
+    code = INTERRUPTED.replace("tokenizing._PART_TOKENS = documents", "documents")
+    assert code != INTERRUPTED != CHILD
+    command, environment = [sys.executable, "-c", code, str(tmp_path), "killed"], {"PYTHONPATH": ":".join(sys.path)}
+    child = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    assert child.stderr.startswith("saving a part, ending\n") and "KeyboardInterrupt" in child.stderr
+    (parts,) = tmp_path.iterdir()
+    assert parts.suffix == ".parts" and len(list(parts.glob("*.npz"))) == 1

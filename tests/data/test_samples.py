@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dtlayout.data.samples
+import dtlayout.data.targets
 from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import plural
 from dtlayout.config.sections import DataConfig, Source
@@ -278,7 +278,7 @@ def test_only_what_the_loss_mask_keeps_is_a_target(write_tokens):
 def test_targets_and_samples_without_any_are_those_that_are_counted(
     write_tokens, monkeypatch, kind, num_samples, loss_mask
 ):
-    monkeypatch.setattr(dtlayout.data.samples, "_SAMPLES_AT_ONCE", 2)
+    monkeypatch.setattr(dtlayout.data.targets, "_SAMPLES_AT_ONCE", 2)
     folder = write_tokens(range(11), documents=[3, 6, 1, 1], loss_mask=loss_mask)
     samples = (
         make_samples(folder, 4, num_samples, samples=kind)
@@ -288,7 +288,7 @@ def test_targets_and_samples_without_any_are_those_that_are_counted(
     assert samples.num_samples == num_samples
     _, targets, _ = samples.batch(0, range(num_samples))
     is_target = targets != IGNORED
-    assert samples.sources[0].targets == (is_target.sum(), (~is_target.any(dim=1)).sum())
+    assert samples.sources[0].targets[:2] == (is_target.sum(), (~is_target.any(dim=1)).sum())
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))
@@ -322,6 +322,17 @@ def test_a_mixture_is_the_same_samples_in_any_parts_and_its_sources_start_again_
     heavier = replace(data, mixture=(mixture[0], replace(mixture[1], weight=4.0)))
     other = open_samples(heavier, [few, many], 257, Batch(seq_len=4, global_batch=2000), seed=5)
     assert other.fingerprint != samples.fingerprint == smaller.fingerprint
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("packed", (0.25, 0.75)), ("padded", (1 / 31, 30 / 31))])
+def test_sources_weighed_by_size_have_shares_like_their_samples_and_the_same_epochs(write_tokens, kind, shares):
+    few, many = write_tokens([1] * 401, name="few"), write_tokens([2] * 1201, documents=[40] * 29 + [41], name="many")
+    mixture = (Source(source="few.txt", weight="size"), Source(source="many.txt", weight="size"))
+    data = DataConfig(mixture=mixture, samples=kind)
+    samples = open_samples(data, [few, many], 257, Batch(seq_len=4, global_batch=100), seed=5)
+    assert samples.shares == pytest.approx(shares, abs=1 / ROUND)
+    epochs = [share / source.num_samples for share, source in zip(samples.shares, samples.sources, strict=True)]
+    assert epochs[0] == pytest.approx(epochs[1], rel=0.01)
 
 
 def test_a_weight_too_small_to_count_is_an_error(write_tokens):

@@ -198,7 +198,9 @@ def test_an_unknown_suffix_is_named(tmp_path):
 def test_mixed_suffixes_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     write_lines(tmp_path / "b.jsonl", [{"text": "y"}])
-    with pytest.raises(DataError, match=r"mixes \.jsonl and \.txt files \(2 in all\)"):
+    with pytest.raises(
+        DataError, match=r"mixes \.jsonl and \.txt files \(2 in all\); .*'\*\*/\*\.jsonl', or .* \[\[data\.mixture\]\]$"
+    ):
         open_corpus(str(tmp_path), "train")
 
 
