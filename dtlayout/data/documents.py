@@ -16,7 +16,7 @@ from dtlayout.base.errors import DataError
 from dtlayout.base.files import parse_json
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
-from dtlayout.data.messages import ASSISTANT, ContentForm, check_messages, find_form, find_roles, fit_content
+from dtlayout.data.messages import ASSISTANT, ContentForm, check_messages, find_form, find_rules, fit_content
 from dtlayout.data.readers import BadRow, SourceRow
 from dtlayout.data.sources import BrokenFile, Corpus
 from dtlayout.data.template import Spans
@@ -121,7 +121,7 @@ class _Chats:
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
         self.loss_on = data.loss_on
-        self.roles = find_roles(self.template.source)
+        self.rules = find_rules(self.template.source)
 
     @cached_property
     def _form(self) -> ContentForm:
@@ -135,7 +135,7 @@ class _Chats:
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
         messages = _without_none(messages)
         try:
-            check_messages(messages, self.roles)
+            check_messages(messages, self.rules)
         except DataError as error:
             raise DataError(f"field {self.field!r}: {error}") from None
         messages = [fit_content(each, self._form) for each in messages]

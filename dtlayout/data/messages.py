@@ -7,9 +7,9 @@ Legend: a part is one entry of a content that is a list, such as {"type": "text"
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import shorten
@@ -19,38 +19,51 @@ ASSISTANT = "assistant"
 """Role whose messages are the answers."""
 USUAL_ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 """Roles that conversations may have whatever the template says."""
+_SPOKEN = ("system", "user", ASSISTANT)
+"""Roles whose content is always text."""
 ContentForm = Literal["text", "parts", "any"]
 """Form of the content that a template writes: strings, lists of parts, or both alike."""
 _QUOTED = re.compile(r"""(['"])([\w-]{1,64})\1""")
 
 
-def find_roles(template: str) -> frozenset[str]:
-    """Roles that conversations of a template may have: the usual ones, and each word that it has in quotes.
+class MessageRules(NamedTuple):
+    """Messages that a template can write."""
 
-    >>> sorted(find_roles("{% if m.role == 'ipython' %}") - {*USUAL_ROLES})
+    roles: frozenset[str]
+    """Roles that a message may have."""
+    writes_json: bool
+    """Whether the template writes a content that is a mapping, such as the result of a tool, as JSON."""
+
+
+def find_rules(template: str) -> MessageRules:
+    """Rules of a template, from its source: the usual roles and each word in quotes, and whether it asks for mappings.
+
+    >>> sorted(find_rules("{% if m.role == 'ipython' %}").roles - {*USUAL_ROLES})
     ['ipython']
     """
-    return frozenset(USUAL_ROLES) | {found[2] for found in _QUOTED.finditer(template)}
+    roles = frozenset(USUAL_ROLES) | {found[2] for found in _QUOTED.finditer(template)}
+    return MessageRules(roles, "is mapping" in template)
 
 
-def check_messages(messages: Sequence[ChatMessage], roles: Collection[str]) -> None:
-    """Raise DataError for the first message whose role is not one of `roles`, or whose content is no text.
+def check_messages(messages: Sequence[ChatMessage], rules: MessageRules) -> None:
+    """Raise DataError for the first message whose role is unknown, or whose content is no text.
 
     Content is a string, or a list of parts that are text. A message of the assistant may have `tool_calls`, a list, in
-    its place. The error says the number of the message, from 1, and not the row.
+    its place. Where the template writes JSON, a message of another role than `system`, `user` and `assistant` may hold
+    a mapping. The error says the number of the message, from 1, and not the row.
     """
     for number, message in enumerate(messages, start=1):
-        if problem := _find_problem(message, roles):
+        if problem := _find_problem(message, rules):
             raise DataError(f"message {number} {problem}")
 
 
-def _find_problem(message: ChatMessage, roles: Collection[str]) -> str:
+def _find_problem(message: ChatMessage, rules: MessageRules) -> str:
     """Reason why a message is refused, after its number; empty where nothing is wrong."""
     if "role" not in message:
         has = ", ".join(sorted(map(str, message))) or "nothing"
         return f"has no role; each message needs a role and its content, and this one has {has}"
     role = message["role"]
-    if not isinstance(role, str) or role not in roles:
+    if not isinstance(role, str) or role not in rules.roles:
         near = get_close_matches(str(role), USUAL_ROLES, n=1, cutoff=0.5)
         nearest = f", perhaps {near[0]!r}" if near else ""
         return (
@@ -62,9 +75,10 @@ def _find_problem(message: ChatMessage, roles: Collection[str]) -> str:
         return f"has tool_calls of type {type(calls).__name__}, not a list of calls"
     content = message.get("content")
     if content is None:
-        also = " and no tool_calls" * (role == ASSISTANT)
+        also = " and no tool_calls" if role == ASSISTANT else ""
         return "" if calls else f"(role {role}) has no content{also}"
-    return "" if isinstance(content, str) else _find_problem_of_parts(content, role, bool(calls))
+    is_result = rules.writes_json and role not in _SPOKEN and isinstance(content, Mapping)
+    return "" if isinstance(content, str) or is_result else _find_problem_of_parts(content, role, bool(calls))
 
 
 def _find_problem_of_parts(content: Any, role: str, is_call: bool) -> str:

@@ -372,6 +372,16 @@ def test_roles_that_a_template_names_and_calls_without_content_are_taken(tmp_pat
         prepare(tmp_path, template.replace("'ipython'", "named"), [conversation])
 
 
+def test_results_of_tools_are_mappings_where_a_template_asks_for_them(tmp_path, offline):
+    template = "{% for m in messages %}{% if m.content is mapping %}{{ m.content | tojson }}"
+    template += "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    result = {"role": "tool", "content": {"sum": 7}}
+    conversation = [CONVERSATION[0], result, CONVERSATION[1]]
+    assert spell(prepare(tmp_path, template, [conversation])) == 'hi;{"sum": 7};hello <b>;'
+    with pytest.raises(DataError, match=r"message 1 \(role user\) has content of type dict"):
+        prepare(tmp_path, template, [[result | {"role": "user"}, *conversation]])
+
+
 PARTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %};{% endfor %}"
