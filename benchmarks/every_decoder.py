@@ -109,7 +109,10 @@ def read_folder(folder: Path) -> Iterator[Read]:
 
 
 def _count_theirs(config: Any) -> int:
-    """Parameters of the family's own class; of one that sees or hears, of the part that reads text."""
+    """Numbers in a file of weights of the family's own class; of one that sees or hears, of the part that reads text.
+
+    Biases that correct a router are among them, which are parameters here and buffers there.
+    """
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config(decoder=True)
@@ -117,7 +120,7 @@ def _count_theirs(config: Any) -> int:
         # Some families have no causal class of the part alone.
         whole = find_causal_class(text) is None
         model = AutoModelForCausalLM.from_config(config) if whole else build_causal(text)
-    return sum({id(each): each.numel() for each in model.parameters()}.values())
+    return sum({id(each): each.numel() for each in model.state_dict(keep_vars=True).values()}.values())
 
 
 def _sort_reason(reason: str) -> str:
@@ -140,13 +143,13 @@ def print_defaults(folder: Path) -> None:
     print(
         f"transformers has {len(found)} causal models whose classes can be built by their own defaults. Of the\n"
         f"config.json that these write, {counts['described']} are described and {counts['traced']} traced, {same} of "
-        f"them with the parameters of\nthe class to the last one; {counts['refused']} are refused. "
+        f"them with as many parameters\nas a file of the class's weights holds; {counts['refused']} are refused. "
         f"Of the {num_decoders} that are decoders {planned} are planned, {planned / num_decoders:.0%}.\n"
     )
     _print_table(["refused since", "families"], [[why, str(n)] for why, n in reasons.most_common()])
-    print("Biases that correct a router are parameters here, and buffers in transformers:\n")
-    others = [[each.name, each.note] for each in found if each.how != "refused" and each.note]
-    _print_table(["family", "parameters more"], others)
+    if others := [[each.name, each.note] for each in found if each.how != "refused" and each.note]:
+        print("Parameters that are counted beyond those of the class:\n")
+        _print_table(["family", "parameters more"], others)
     rest = [[each.name, each.note] for each in found if each.how == "refused" and _sort_reason(each.note) == _OTHER]
     _print_table(["refused", "reason"], rest, num_words=2)
 
@@ -162,7 +165,7 @@ def print_folder(folder: Path) -> None:
         f"Of {len(found)} files of published models {len(planned)} are planned: "
         f"{sum(each.how == 'described' for each in planned)} described, {sum(each.how == 'traced' for each in planned)}"
         f" traced. transformers has\na class of {len(with_class)} of these, and {same} have its parameters to the last "
-        f"one; the others differ by the biases\nof their routers. {len(found) - len(planned)} are refused.\n"
+        f"one. {len(found) - len(planned)} are refused.\n"
     )
     rows = [[each.name, each.how, f"{each.parameters:,}", each.note or "same"] for each in planned]
     _print_table(["file", "how", "parameters", "beside its class"], rows, num_words=2)

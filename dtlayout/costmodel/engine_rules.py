@@ -368,8 +368,9 @@ def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
     if "family" in engine.features.untrained and family and family.untrained:
         what = f"model.family={family.name} is planned, not trained: {family.untrained}"
         traced = "trace it: dtlayout trace FOLDER --output model.json, and name model.json as the model; or "
+        is_traced = family.has_class and not model.experts
         others = "use a model of another family, or --engine for another program"
-        return [Refusal("model.family", what, others if model.experts else traced + others)]
+        return [Refusal("model.family", what, traced + others if is_traced else others)]
     return [
         _only_predicted(f"model.{name}", "use a model without")
         if default is None

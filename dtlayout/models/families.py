@@ -2,7 +2,7 @@
 
 A family of your own is a `Family` that you give to `register_family`. If it is a Llama with other sizes, or with the
 switches of `ModelShape`, it needs only a name. docs/project/adding.md has an example. Families that are
-planned and not trained are in `models.planned_families`.
+planned and not trained are in `models.planned_families` and `models.coded_families`.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.adapters import adapt, find_unmatched
+from dtlayout.models.coded_families import CODED
 from dtlayout.models.description import Description
 from dtlayout.models.family import Family, WindowRule
 from dtlayout.models.planned_families import PLANNED
@@ -102,6 +103,7 @@ FAMILIES: dict[str, Family] = {
             window=WindowRule(is_listed=False), ignored_keys=("attention_bias", "mlp_bias"),
         ),
         *PLANNED,
+        *CODED,
     )
 }  # fmt: skip
 

@@ -66,6 +66,8 @@ class Family:
     """Blocks that have the window of a config.json; None where no model of the family has one that is known here."""
     untrained: str = ""
     """Reason why its models are planned and not trained; empty where they train."""
+    has_class: bool = True
+    """Whether `transformers` builds its models, as tracing asks for."""
     keys: Mapping[str, "str | Derived"] = field(default_factory=dict)
     """Field of `ModelShape` beside `SIZE_KEYS` → key of config.json, for a family that is planned alone. A dot leads
     into a table: "block.output_bias"."""

@@ -99,11 +99,6 @@ PLANNED: tuple[Family, ...] = (
             "num_experts_per_tok": 5, "norm_topk_prob": False, "attention_bias": False},
     ),
     Family(
-        name="internlm2", architecture="InternLM2ForCausalLM", untrained="its weights of q, k and v are one matrix",
-        keys={"qkv_bias": "bias", "block.output_bias": "bias"},
-        defaults=size_model(128_512, 4096, 10_240, 48, 32, 2) | {"rms_norm_eps": 1e-05, "bias": False},
-    ),
-    Family(
         name="internlm3", architecture="InternLM3ForCausalLM",
         untrained="its losses were not held against those of transformers",
         synonyms={"qkv_bias": "attention_bias", "bias": "mlp_bias"},

@@ -23,6 +23,7 @@ from dtlayout.base.toml import parse
 from dtlayout.cli import main
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
+from dtlayout.models.coded_families import CODED
 from dtlayout.models.counting import count_attention_flops_per_token, count_parameters
 from dtlayout.models.families import FAMILIES, block_tape, describe
 from dtlayout.models.files import to_hf
@@ -36,7 +37,7 @@ from dtlayout.spec.model_shape import BlockVariant, ModelShape
 from dtlayout.spec.precision import Precision
 
 NAMES = [family.name for family in PLANNED]
-ELSEWHERE = {"kimi_k2": "deepseek_v3", "internlm2": "internlm3"}
+ELSEWHERE = {"kimi_k2": "deepseek_v3"}
 """Family that `transformers` has under another name → a family there with the same blocks."""
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6}, "ministral": {"head_dim": 128}, "nemotron": {"num_key_value_heads": 8},
@@ -163,8 +164,7 @@ def check_same(family: str, keys: dict[str, Any]) -> ModelShape:
 def test_a_model_of_default_sizes_has_the_parameters_of_transformers_and_a_silent_file_means_it(name):
     needed = NEEDED.get(name, {})
     shape = check_same(name, needed)
-    of_internlm3 = {"bias": False} if name == "internlm2" else {}
-    assert parse_hf({"model_type": name, **needed, **of_internlm3}) == shape
+    assert parse_hf({"model_type": name, **needed}) == shape
 
 
 @pytest.mark.parametrize(("name", "keys"), CASES, ids=lambda value: value if isinstance(value, str) else "")
@@ -174,7 +174,7 @@ def test_a_small_model_with_other_switches_has_the_parameters_of_transformers(na
 
 
 def test_every_family_has_a_small_model_too():
-    assert {name for name, _ in CASES} | {"internlm2"} == set(NAMES)
+    assert {name for name, _ in CASES} == set(NAMES)
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -418,7 +418,7 @@ def read_table(page: str, heading: str) -> dict[str, str]:
 def test_the_page_of_models_has_every_family_with_its_reason():
     page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     assert list(read_table(page, "Trained")) == [name for name, family in FAMILIES.items() if not family.untrained]
-    assert read_table(page, "Planned") == {family.name: family.untrained for family in PLANNED}
+    assert read_table(page, "Planned") == {family.name: family.untrained for family in (*PLANNED, *CODED)}
     assert read_table(page, "Refused") == REFUSED
     assert read_table(page, "Text parts") == {name: f"`{part.family}`" for name, part in TEXT_PARTS.items()}
 
