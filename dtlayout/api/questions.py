@@ -124,7 +124,8 @@ def recommend(
     `fix` and `avoid` are choices that every layout, or none, may have: "tp2", ["tp=2", "recompute=none"] or
     {"tp": 2}. `max_memory` is the share of the capacity that may be filled, `why_not` a layout or choices to judge,
     `baseline` a procedure to compare with, `tokens` those of a whole training with the `price` of a GPU-hour. `emit`
-    writes the best layout for the engine's program. The other arguments are those of `predict`; fields of the layout
+    writes the best layout for the engine's program; a config for our own starts from the weights and the tokenizer of a
+    folder. The other arguments are those of `predict`; fields of the layout
     are no keywords here. InvalidLayout if nothing fits, with what would.
     """
     job = TrainingJob(
@@ -138,13 +139,15 @@ def recommend(
     options.top, options.max_memory, options.why_not, options.baseline = top, max_memory, why_not, baseline
     options.tokens, options.price, options.engine = tokens, price, engine
     options.emit = None if emit is None else Path(emit)
-    options.model, options.seq_len, options.global_batch = "given", seq_len, global_batch
+    options.model = str(model) if isinstance(model, str | Path) and not sizes else ""  # of other sizes than a folder's
+    options.seq_len, options.global_batch = seq_len, global_batch
     recommend_command.check(options)
     machines = job.options
     if machines.world is None:
         raise InvalidConfig("the number of GPUs is missing; give gpus=N")
     fixed = read_fixed(read_names(fix))
     scenario = make_scenario(job.read_config(), job.precision, machines)
+    scenario = recommend_command.fill_rows(scenario, recommend_command.find_folder(options), fixed)
     space = Space(scenario, fixed, read_avoided(read_names(avoid), fixed))
     if idle := find_idle(space):
         raise InvalidConfig(idle)

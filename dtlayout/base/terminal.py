@@ -180,6 +180,12 @@ def _hush_if_full(stream: TextIO) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def say_at_once(line: str) -> None:
+    """Write a line to stderr from the handler of a signal, in which print may meet a line that is half printed."""
+    with suppress(OSError):
+        os.write(2, f"{clean(line)}\n".encode())
+
+
 def open_console(*, stderr: bool = False, **options: Any) -> "Console":
     """A console of `rich` on stdout or stderr that shows control characters in texts, and takes every letter."""
     from rich.console import Console  # only now: most answers are plain lines

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
@@ -266,9 +267,7 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
     model = with_adapter(model, options)
     cluster = _read_cluster(options, options.gpus if num_gpus is None else num_gpus)
     engine, precision = read_engine(options, cluster.gpu, _read_formats(options.precision))
-    if engine.name == OWN_ENGINE and (folder := find_folder(options)):
-        model = folder.fill_rows(model, cluster.num_gpus, read_fixed(options.fix))
-    return Scenario(
+    scenario = Scenario(
         model=model,
         batch=Batch(global_batch=options.global_batch, seq_len=options.seq_len),
         cluster=cluster,
@@ -276,6 +275,14 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
         precision=precision,
         optimizer=_read_optimizer(options.optimizer or "adamw"),
     )
+    return fill_rows(scenario, find_folder(options), read_fixed(options.fix))
+
+
+def fill_rows(scenario: Scenario, folder: "ModelFolder | None", fixed: Mapping[str, Any]) -> Scenario:
+    """The scenario of a folder's model with the rows that our own trainer adds, which each tp divides; else itself."""
+    if folder is None or scenario.engine.name != OWN_ENGINE:
+        return scenario
+    return replace(scenario, model=folder.fill_rows(scenario.model, scenario.cluster.num_gpus, fixed))
 
 
 def find_folder(options: argparse.Namespace) -> "ModelFolder | None":

@@ -27,6 +27,7 @@ from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import format_bytes, plural
 from dtlayout.base.interpreter import elsewhere
 from dtlayout.base.parent import end_with_parent
+from dtlayout.base.terminal import say_at_once
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.documents import DocumentRead, read_documents
 from dtlayout.data.pieces import PieceWriter, find_pieces
@@ -144,8 +145,7 @@ def _saying_the_end() -> Iterator[None]:
         return
 
     def say(number: int, frame: Any) -> None:
-        with suppress(OSError):
-            os.write(2, b"saving a part, ending\n")  # a line that is being printed would be in the way of print
+        say_at_once("saving a part, ending")
         signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, say)

@@ -108,15 +108,19 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-BUILT_IN = frozenset(FAMILIES)
-"""Families that are here without being registered; transformers builds each of them."""
+BUILT_IN = dict(FAMILIES)
+"""Families that are here without being registered."""
 TRACED = Family(name=FAMILY, describe=describe_traced, architecture="", module="dtlayout.tracing.stage:build_traced")
 """The family of the models that nobody described: their blocks are in the file of a trace."""
 
 
 def register_family(family: Family, presets: Sequence[ModelShape] = ()) -> None:
-    """Make a family and its published sizes known; InvalidConfig if one of the names is taken."""
-    taken = [family.name] if family.name in (*FAMILIES, TRACED.name) else []
+    """Make a family and its published sizes known; InvalidConfig if one of the names is taken.
+
+    A family that is planned and not trained gives way to one that is trained.
+    """
+    named = TRACED if family.name == TRACED.name else FAMILIES.get(family.name)
+    taken = [] if named is None or (named.untrained and not family.untrained) else [family.name]
     if taken := taken + [shape.name for shape in presets if shape.name in PRESETS]:
         raise InvalidConfig(f"family {family.name!r}: {', '.join(taken)} is there already; choose another name")
     FAMILIES[family.name] = family

@@ -46,8 +46,8 @@ def find_model(text: str) -> ModelShape:
         try:
             return name_model(parse_hf(config), config, path)
         except UnknownKeys as error:
-            if (kind := config.get("model_type")) is None or kind in FAMILIES.keys() - BUILT_IN:
-                raise  # transformers knows no family that a user has registered
+            if not _has_class(config.get("model_type")):
+                raise
             advice = (
                 f"dtlayout trace {path} --output model.json reads off the code of transformers what it computes; use "
                 f"--model model.json then"
@@ -61,6 +61,12 @@ def find_model(text: str) -> ModelShape:
                     return trace_model(config, path)
                 raise InvalidConfig(f"model_type={kind!r} is neither described nor traced: {REFUSED[kind]}") from None
             raise
+
+
+def _has_class(kind: str | None) -> bool:
+    """Whether `transformers` builds the models of a family: of a registered one it knows nothing."""
+    family = BUILT_IN.get(kind) if kind is not None else None
+    return family is not None and family is FAMILIES.get(family.name) and family.has_class
 
 
 def find_trained_model(text: str) -> ModelShape:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hf_models import SIZES as HF_SIZES
 from tiny import ROOT
 
 import dtlayout as dl
@@ -209,6 +210,18 @@ def test_what_cannot_be_compared_is_refused(asked, said):
 def test_a_search_writes_the_best_layout(tmp_path):
     dl.recommend(SIZES, **JOB, emit=tmp_path / "best.toml")
     assert "# Run it: dtlayout train best.toml --ranks 8" in (tmp_path / "best.toml").read_text()
+
+
+def test_what_is_written_for_a_folder_starts_from_its_weights_and_nothing_else_does(tmp_path, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    LlamaForCausalLM(LlamaConfig(**HF_SIZES | {"vocab_size": 337})).save_pretrained("given")
+    found = dl.recommend("given", **JOB, emit="best.toml")
+    assert (found.scenario.model.num_ids, found.scenario.model.vocab_size % 2) == (337, 0)
+    assert f'init_from = "{tmp_path / "given"}"' in Path("best.toml").read_text()
+    dl.recommend(SIZES, **JOB, emit="own.toml")  # a model without a folder, beside a folder of any name
+    assert "init_from" not in Path("own.toml").read_text()
 
 
 def test_predictions_need_neither_torch_nor_matplotlib_and_dry_runs_no_guard(tmp_path):

@@ -2,7 +2,9 @@
 
 import pkgutil
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,5 +144,13 @@ def test_an_unknown_family_is_refused_with_all_that_exist():
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(InvalidConfig, match="family 'llama': llama, debug is there already"):
         register_family(Family(name="llama"), [find_preset("debug")])
+    planned, register = Family(name="olmo", untrained="its norms have no weights"), partial(mock.patch.dict, FAMILIES)
+    with register(), pytest.raises(InvalidConfig, match="family 'olmo': olmo is there already"):
+        register_family(planned)
+    with register():  # it trains what is only planned
+        register_family(mine := Family(name="olmo", module="my_olmo:Olmo"))
+        assert find_family("olmo") is mine
+        with pytest.raises(InvalidConfig, match="family 'olmo': olmo is there already"):
+            register_family(mine)
     trained = {name for name, family in FAMILIES.items() if not family.untrained}
     assert trained == {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "dots1", "mistral"}
