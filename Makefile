@@ -37,7 +37,7 @@ check: .venv/.installed-test
 
 # One benchmark, as benchmarks/README.md lists them: make bench NAME=peaks ARGS="--seed 3", or with TABLES="FILE …".
 # Those that print their page have it written when they are through; gpu needs torch and numpy alone, in any Python.
-PAGES := bubbles calibration context dryrun finetune halving host_time open_questions peaks recompute saving schedules speed traced two_hosts
+PAGES := beside_torchtitan bubbles calibration context dryrun finetune halving host_time open_questions peaks recompute saving schedules speed traced two_hosts
 bench: $(if $(filter gpu,$(NAME)),,.venv/.installed-test)
 	@test -n "$(NAME)" || { echo 'make bench NAME=…: benchmarks/README.md has the names'; exit 2; }
 	@page=$$(mktemp) && trap 'rm -f $$page' EXIT && set -x && \
