@@ -51,14 +51,23 @@ class Read(NamedTuple):
         return self.how != "refused" and not self.note
 
 
-def read_config(name: str, path: Path, theirs: int | None) -> Read:
-    """How a file is read; `theirs` are the parameters of its class, None where `transformers` has none."""
+class Numbers(NamedTuple):
+    """How many numbers a class has."""
+
+    parameters: int
+    """Its parameters."""
+    stored: int
+    """What its files of weights hold: buffers too, such as the biases that correct a router."""
+
+
+def read_config(name: str, path: Path, theirs: Numbers | None) -> Read:
+    """How a file is read; `theirs` are the numbers of its class, None where `transformers` has none."""
     try:
         model = find_model(str(path))
     except InvalidConfig as error:
         return Read(name, "refused", strip_reason(error.problems[0]))
     ours = count_parameters(model)
-    note = "no class" if theirs is None else f"{ours - theirs:+,}" if ours != theirs else ""
+    note = "no class" if theirs is None else "" if ours in theirs else f"{ours - theirs.parameters:+,}"
     return Read(name, "traced" if model.trace else "described", note, ours)
 
 
@@ -108,11 +117,8 @@ def read_folder(folder: Path) -> Iterator[Read]:
         yield read_config(path.stem, path, theirs)
 
 
-def _count_theirs(config: Any) -> int:
-    """Numbers in a file of weights of the family's own class; of one that sees or hears, of the part that reads text.
-
-    Biases that correct a router are among them, which are parameters here and buffers there.
-    """
+def _count_theirs(config: Any) -> Numbers:
+    """Numbers of the family's own class; of one that sees or hears, of the part that reads text."""
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config(decoder=True)
@@ -120,7 +126,8 @@ def _count_theirs(config: Any) -> int:
         # Some families have no causal class of the part alone.
         whole = find_causal_class(text) is None
         model = AutoModelForCausalLM.from_config(config) if whole else build_causal(text)
-    return sum({id(each): each.numel() for each in model.state_dict(keep_vars=True).values()}.values())
+    stored = sum({id(each): each.numel() for each in model.state_dict(keep_vars=True).values()}.values())
+    return Numbers(sum(each.numel() for each in model.parameters()), stored)
 
 
 def _sort_reason(reason: str) -> str:
@@ -143,8 +150,9 @@ def print_defaults(folder: Path) -> None:
     print(
         f"transformers has {len(found)} causal models whose classes can be built by their own defaults. Of the\n"
         f"config.json that these write, {counts['described']} are described and {counts['traced']} traced, {same} of "
-        f"them with as many parameters\nas a file of the class's weights holds; {counts['refused']} are refused. "
-        f"Of the {num_decoders} that are decoders {planned} are planned, {planned / num_decoders:.0%}.\n"
+        f"them with the parameters of\nthe class, or with all that its files hold: some keep biases of routers as "
+        f"buffers. {counts['refused']} are refused.\nOf the {num_decoders} that are decoders {planned} are planned, "
+        f"{planned / num_decoders:.0%}.\n"
     )
     _print_table(["refused since", "families"], [[why, str(n)] for why, n in reasons.most_common()])
     if others := [[each.name, each.note] for each in found if each.how != "refused" and each.note]:
@@ -165,7 +173,7 @@ def print_folder(folder: Path) -> None:
         f"Of {len(found)} files of published models {len(planned)} are planned: "
         f"{sum(each.how == 'described' for each in planned)} described, {sum(each.how == 'traced' for each in planned)}"
         f" traced. transformers has\na class of {len(with_class)} of these, and {same} have its parameters to the last "
-        f"one. {len(found) - len(planned)} are refused.\n"
+        f"one, or all that its files hold. {len(found) - len(planned)} are refused.\n"
     )
     rows = [[each.name, each.how, f"{each.parameters:,}", each.note or "same"] for each in planned]
     _print_table(["file", "how", "parameters", "beside its class"], rows, num_words=2)

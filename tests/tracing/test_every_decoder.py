@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from benchmarks.every_decoder import Read, print_folder, read_config, read_folder, strip_reason
+from benchmarks.every_decoder import Numbers, Read, print_folder, read_config, read_folder, strip_reason
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128,
@@ -46,7 +46,9 @@ def test_each_file_of_a_folder_is_held_against_its_class(tmp_path, capsys):
 def test_a_count_that_differs_is_said(tmp_path):
     write(tmp_path, "a", {**SMALL, "model_type": "llama"})
     ours = next(read_folder(tmp_path)).parameters
-    assert read_config("a", tmp_path / "a.json", ours - 7) == Read("a", "described", "+7", ours)
+    theirs = Numbers(parameters=ours - 7, stored=ours - 3)
+    assert read_config("a", tmp_path / "a.json", theirs) == Read("a", "described", "+7", ours)
+    assert read_config("a", tmp_path / "a.json", theirs._replace(stored=ours)).is_same
     assert read_config("a", tmp_path / "a.json", None).note == "no class"
 
 
