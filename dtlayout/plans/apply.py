@@ -150,13 +150,13 @@ def prepare_blocks(
 ) -> None:
     """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
 
-    `attention` is the blocks' kernel, `ep_group` the name of the group that splits their experts, `compile_options`
-    arguments of torch.compile.
+    No module is a block where `blocks` is empty. `attention` is the blocks' kernel, `ep_group` the name of the group
+    that splits their experts, `compile_options` arguments of torch.compile.
 
     Selective recomputation is part of what is compiled, which must know the operations that are kept. Recomputation in
     full runs what is compiled a second time: compiled together they fail on tensors that tp shards.
     """
-    names = match_names(blocks, [name for name, _ in module.named_modules()])
+    names = match_names(blocks, [name for name, _ in module.named_modules()]) if blocks else []
     for name in names:
         number = name.rpartition(".")[2]
         if not number.isdigit():
