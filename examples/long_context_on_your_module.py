@@ -21,12 +21,12 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(32, 96)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, heads, S, width]
-        return dl.causal_attention(q, k, v, "sdpa-math", mask)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, heads, S, width]
+        return dl.causal_attention(q, k, v, "sdpa-math")
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # [B, S, 32]
         q, k, v = (each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        return x + self.attend(rotate(q, positions), rotate(k, positions), v, None).transpose(1, 2).flatten(2)
+        return x + self.attend(rotate(q, positions), rotate(k, positions), v).transpose(1, 2).flatten(2)
 
 
 def run(x: Tensor, positions: Tensor, method: str = "") -> tuple[Tensor, Tensor]:

@@ -52,6 +52,10 @@ def apply_plan(
 ) -> GradientSync:
     """Shard `module` in place over a mesh with the axes of `build_mesh`; whoever runs backward follows the result.
 
+    Gradients are summed over the ranks that have other tokens, those of dp and cp, and never averaged. So each rank's
+    loss is its part of a sum: a mean over its own tokens is divided by the number of these ranks, dp · cp. Nothing else
+    does it, and a loss without it has gradients that are so many times too large.
+
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
     `reduction_group` is that of `open_reduction_group`, `kept` where a rank's stages keep together what the plan has
     on the host; whoever gives it calls `before_work`. `experts` is that of `build_expert_mesh`, where the plan has a

@@ -67,9 +67,11 @@ ContextChange = Callable[[nn.Module, str, str, Group], None]
 def apply_context(module: nn.Module, styles: Mapping[str, str], attention: str, cp_mesh: DeviceMesh) -> None:
     """Change every place below `module` that a pattern of `styles` matches; `attention` is the kernel that attends.
 
-    The last part of a pattern is a module or, like `attend`, a function that a module has. Where a stage lacks a place
-    nothing is changed. InvalidConfig if a style is unknown, or does not fit the place that it finds. Positions of a
-    module of one's own are not changed, and would count from 0 on each rank: it takes those of `own_positions`.
+    The last part of a pattern is a module or, like `attend`, a function that a module has: of queries, keys and values
+    [B, heads, S, width], with a mask or without one. `all-to-all` calls it with this rank's heads of whole sequences.
+    `ring` and `gather` call the kernel in its place, causal and without a bias. Where a stage lacks a place nothing is
+    changed. InvalidConfig if a style is unknown, or does not fit the place that it finds. Positions of a module of
+    one's own are not changed, and would count from 0 on each rank: it takes those of `own_positions`.
     """
     check_context_styles(styles, CONTEXT_STYLES)
     group = Group.of(cp_mesh)
@@ -167,19 +169,19 @@ CONTEXT_STYLES: dict[str, ContextChange] = {
 
 @cache
 def attend_by_heads(attend: Callable[..., Tensor], attention: str, method: str, group: Group) -> Callable[..., Tensor]:
-    """`attend` on whole sequences, for each rank's share of the heads; its mask is that of whole sequences.
+    """`attend` on whole sequences, for each rank's share of the heads; a mask is that of whole sequences.
 
-    Values may have another width than queries and keys. Further arguments are handed on.
+    Values may have another width than queries and keys. A mask and further arguments are handed on as they come.
     """
     cp = group.size
 
-    def attend_to_whole(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None, *further: Any) -> Tensor:
+    def attend_to_whole(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, *further: Any, **named: Any) -> Tensor:
         widths = q_BHsK.shape[-1], k_BGsK.shape[-1], v_BGsK.shape[-1]
         shares = [_widen(x, max(widths)).unflatten(1, (cp, -1)) for x in (q_BHsK, k_BGsK, v_BGsK)]
         whole = Moved.apply(torch.cat(shares, 2), group, _give_heads, _give_tokens)
         parts = whole.split([share.shape[2] for share in shares], 1)
         q, k, v = (x[..., :width] for x, width in zip(parts, widths, strict=True))
-        out = attend(q, k, v, mask, *further)
+        out = attend(q, k, v, *further, **named)
         return Moved.apply(out, group, _give_tokens, _give_heads).flatten(1, 2)
 
     return attend_to_whole
@@ -210,7 +212,7 @@ def _exchange(by_rank: Tensor, group: Group) -> Tensor:
 
 
 @cache
-def attend_in_parts(attend: Attend, attention: str, method: str, group: Group) -> Attend:
+def attend_in_parts(attend: Attend, attention: str, method: str, group: Group) -> Callable[..., Tensor]:
     """Attention of own queries to all keys, tile by tile, joined by the log-sum-exp of the kernel `attention`.
 
     The mask is the result of `share_documents`. InvalidConfig if the kernel gives no log-sum-exp.
@@ -218,7 +220,7 @@ def attend_in_parts(attend: Attend, attention: str, method: str, group: Group) -
     if not find_kernel(AttentionKernel, attention).partial:
         raise InvalidConfig(f"kernels.attention={attention} gives no log-sum-exp, by which {method} joins its parts")
 
-    def attend_to_all(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_to_all(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Tensor | None = None) -> Tensor:
         out, _ = _attend(q_BHsK, k_BGsK, v_BGsK, mask, attention, method, group.name, group.size, group.rank)
         return out
 

@@ -76,9 +76,23 @@ class Plan(Offload):
     """Placements, recomputation and sharding of a model's modules; `print(plan)` shows it as a table.
 
     A pattern is the full name of a module in which `*` stands for exactly one part: "layers.*.mlp" is "layers.0.mlp",
-    and neither "layers.0" nor "layers.0.mlp.up". Those of `frozen` are names of parameters: "layers.*.mlp.up.weight". A
-    forward between a colwise and a rowwise layer sees a rank's own heads alone, so it must not count them: it says
-    `view(b, s, -1, head_dim)`, and not `view(b, s, num_heads, -1)`.
+    and neither "layers.0" nor "layers.0.mlp.up". Those of `frozen` are names of parameters: "layers.*.mlp.up.weight".
+    InvalidConfig for a value of another kind than a field takes.
+
+    A forward between a colwise and a rowwise layer sees a rank's own heads alone, so it must not count them: it says
+    `view(b, s, -1, head_dim)`, and not `view(b, s, num_heads, -1)`. The h heads that it then has are those from
+    `mesh["tp"].get_local_rank() * h` on, by which a rank finds its own of a table for all heads (slopes of ALiBi).
+
+    A rank of a colwise layer has rows of the weight that follow each other. Where one layer makes q, k and v, the rows
+    must come head by head, the three of a head together: `view(b, s, -1, 3, head_dim)`. With all rows of q before those
+    of k, as `chunk(3, -1)` has them, ranks mix q, k and v, and train wrongly without an error. No style reorders rows;
+    three layers need no order.
+
+    A colwise layer adds up its input's gradient over tp itself. "input" on its parent does that once for several such
+    layers. It is right only where nothing else reads that input: a residual inside the same module would be added up
+    too. "head-norm" sums gradients of a module's parameters over tp, "whole" does not.
+
+    Gradients are summed over data-parallel ranks, and over those of cp: `apply_plan` says what a loss has to heed.
     """
 
     tensor: Mapping[str, str]

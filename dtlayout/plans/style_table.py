@@ -17,18 +17,18 @@ TensorStyle = Literal[
 
 _ANY, _LINEAR = "any with parameters of its own", "`nn.Linear`"
 STYLE_TABLE: Mapping[TensorStyle, tuple[str, str]] = MappingProxyType({
-    "colwise": (_LINEAR, "Splits its outputs over tp: each rank computes some columns, whole heads of them."),
+    "colwise": (_LINEAR, "Splits its outputs over tp: each rank has columns that follow each other, whole heads."),
     "rowwise": (_LINEAR, "Splits its inputs, which come split; an all-reduce adds up the outputs."),
     "rowwise-scatter": (_LINEAR, "As rowwise, but each rank gets its tokens of the sum (sequence parallelism)."),
     "rowwise-scatter-cast": (_LINEAR, "As rowwise-scatter; the gradient is gathered in fp8."),
     "rowwise-overlap": (_LINEAR, "As rowwise-scatter, in pieces beside its matmul."),
-    "input": ("a parent of colwise layers", "Their common input is whole; its gradients are added up once."),
+    "input": ("a parent of colwise layers", "Only they read its input, which is whole: its gradient is added up once."),
     "input-gather": ("a parent of colwise layers", "Gathers the tokens of its input once for all of them."),
     "input-gather-cast": ("a parent of colwise layers", "As input-gather, in fp8."),
     "input-overlap": ("a parent with a `project`", "As input-gather, in pieces beside the matmuls below."),
     "head-norm": (_ANY, "Works on a rank's own heads or columns: gradients of its parameters are summed over tp."),
     "sequence": (_ANY, "Works on a rank's own tokens: gradients of its parameters are summed over tp."),
-    "whole": (_ANY, "Computes the same on each rank of tp, and changes nothing; holds for all modules inside it."),
+    "whole": (_ANY, "Computes the same on each rank of tp: no gradient is summed. Holds for all modules inside it."),
     "norm-split": ("dtlayout's `RMSNorm`", "One norm over all columns that tp splits: ranks add up their squares."),
     "replicated": (_LINEAR, "Whole on each rank, before or after what is split: its gradient is summed over tp."),
     "rowwise-term": (_LINEAR, "The `lora_A` of a rowwise layer: splits its inputs, and sends nothing."),

@@ -2,7 +2,7 @@
 
 import pytest
 from norm_ranks import TORCH, find_differences
-from own_module_ranks import NORMS, SCALE, STYLES
+from own_module_ranks import NORMS, SCALE, STYLES, find_fused_differences
 from own_module_ranks import find_differences as find_own_differences
 from ranks import Ranks
 
@@ -20,6 +20,14 @@ def test_output_and_all_gradients_are_those_of_one_process(ranks4: Ranks, kernel
 def test_norms_of_heads_have_the_gradients_of_all_heads(ranks4: Ranks) -> None:
     for differences in ranks4.run(find_own_differences, STYLES | NORMS | SCALE, ()):
         assert len(differences) == 2 * 12 and max(differences.values()) < 1e-11, differences
+
+
+@pytest.mark.parametrize("is_by_head", [True, False])
+def test_one_matrix_of_q_k_and_v_is_split_right_where_its_rows_come_by_head(ranks4: Ranks, is_by_head: bool) -> None:
+    for differences in ranks4.run(find_fused_differences, is_by_head):
+        assert len(differences) == 2 * 4
+        largest = max(differences.values())
+        assert largest < 1e-7 if is_by_head else largest > 1, differences
 
 
 def test_what_is_frozen_before_a_plan_stays_frozen(ranks4: Ranks) -> None:

@@ -34,13 +34,46 @@ class Attention(nn.Module):
         return self.scale(x + self.o(out.transpose(1, 2).flatten(2)))
 
 
-def find_differences(styles: dict[str, str], frozen: tuple[str, ...]) -> dict[str, float] | str:
+class FusedAttention(nn.Module):
+    """8 heads of width 4 with ALiBi; one matrix makes q, k and v, by head or in thirds."""
+
+    rank = 0
+    """This rank of tp, which has the heads from `rank * h` on, of its h."""
+
+    def __init__(self, *, is_by_head: bool):
+        super().__init__()
+        self.qkv, self.o, self.is_by_head = nn.Linear(32, 96), nn.Linear(32, 32), is_by_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.qkv(x)
+        by_head = rows.unflatten(-1, (-1, 3, 4)) if self.is_by_head else rows.unflatten(-1, (3, -1, 4)).transpose(2, 3)
+        q, k, v = by_head.permute(3, 0, 2, 1, 4)
+        heads, places = q.shape[1], torch.arange(x.shape[1])
+        slopes = (2.0 ** -torch.arange(1, 9).double())[self.rank * heads :][:heads]
+        past = (places[None] - places[:, None]).double()
+        bias = (slopes[:, None, None] * past).masked_fill(past > 0, -torch.inf)
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+
+FUSED = {"*.qkv": "colwise", "*.o": "rowwise"}
+
+
+def find_fused_differences(is_by_head: bool) -> dict[str, float] | str:
+    """Largest difference of each gradient of two `FusedAttention` on dp2 · tp2."""
+    blocks = [FusedAttention(is_by_head=is_by_head) for _ in range(2)]
+    return find_differences(FUSED, (), nn.Sequential(*blocks))
+
+
+def find_differences(
+    styles: dict[str, str], frozen: tuple[str, ...], alone: nn.Module | None = None
+) -> dict[str, float] | str:
     """Largest difference of each gradient on dp2 · tp2, or why the plan is refused.
 
     Parameters whose names end as `frozen` says have requires_grad=False before the plan, which does not name them.
+    The module is two blocks of `Attention` where none is given.
     """
     torch.manual_seed(0)
-    alone = nn.Sequential(Attention(), Attention()).double()
+    alone = (alone or nn.Sequential(Attention(), Attention())).double()
     for parameter in alone.parameters():
         nn.init.normal_(parameter, std=0.5)
     for name, parameter in alone.named_parameters():
@@ -52,6 +85,8 @@ def find_differences(styles: dict[str, str], frozen: tuple[str, ...]) -> dict[st
         apply_plan(model, Plan(styles, "*", (("*",),), 3, formats), mesh)  # type: ignore[arg-type]
     except InvalidConfig as error:
         return str(error)
+    for block in model.children():
+        block.rank = mesh["tp"].get_local_rank()  # type: ignore[assignment]
     place = mesh["dp_shard"].get_local_rank()
     (model(x.chunk(2)[place]) * weights.chunk(2)[place]).sum().backward()
     (alone(x) * weights).sum().backward()
