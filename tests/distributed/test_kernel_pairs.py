@@ -68,7 +68,7 @@ def cover_pairs() -> Iterator[dict[str, Any]]:
 def to_case(choice: dict[str, Any]) -> Case:
     degrees = {name: choice[name] for name in ("recompute", "zero", "pp", "tp")}
     layout = Layout(dp_shard=4 // (choice["pp"] * choice["tp"]), **degrees)
-    model = replace(SHAPE, num_layers=max(3, layout.pp))
+    model = replace(SHAPE, num_layers=max(2, layout.pp))
     return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}), model=model)
 
 
