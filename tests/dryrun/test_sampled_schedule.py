@@ -96,7 +96,7 @@ def not_of_a_few(sample: SampledSchedule, runs: Sequence[ActionMemory]) -> int |
 
 @pytest.mark.parametrize("found", [peak_of_step, not_of_a_few], ids=["of a few", "of all"])
 def test_where_a_few_actions_do_not_say_the_peak_all_are_executed(found, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(Layout(pp=2, schedule="gpipe"), model=DEEP, precision=BF16, global_batch=8)
+    case = Case(Layout(pp=2, schedule="gpipe"), model=replace(SHAPE, num_layers=4), precision=BF16, global_batch=8)
     sample = sample_schedule(case.model, case.batch, case.layout, 1)
     assert len(sample.kinds) < len(sample.of_whole) and sample.shortened is None
     monkeypatch.setattr("dtlayout.dryrun.ranks.peak_of_step", found)
