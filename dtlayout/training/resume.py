@@ -6,6 +6,7 @@ from typing import Any
 
 from dtlayout.base.formatting import plural
 from dtlayout.checkpoint.frozen_base import read_saved_base
+from dtlayout.checkpoint.manifest import describe_other_start
 from dtlayout.checkpoint.optimizer_state import set_updates
 from dtlayout.checkpoint.sharded import find_changes, read_model
 from dtlayout.training.checkpoints import Checkpoints
@@ -44,6 +45,9 @@ def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None
     layout = str(trainer.layout)
     if (old := origin.get(_LAYOUT, layout)) != layout:
         say(f"note: the layout was {old} when this was saved and is {layout}: each rank has another part of the state")
+    if config.model.adapter is None:  # beside one the base is read, and compared
+        for line in describe_other_start(checkpoints.newest, config.train.init_from):
+            say(f"note: {line}")
     if (rows := read_model(checkpoints.newest).vocab_size) != config.model.vocab_size:
         unused = plural(config.model.unused_rows, "row")
         say(
