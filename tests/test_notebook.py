@@ -2,9 +2,11 @@
 
 import ast
 import json
+import struct
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 from matplotlib.figure import Figure
 from tiny import ROOT
 
@@ -45,7 +47,15 @@ def test_every_cell_runs_and_what_it_shows_is_a_page_or_a_figure(shown):
         "debug as pp2·tp2+sp mb1 1f1b zero1 on 4 x cpu, dry",
     ]
     assert all(page.startswith('<div class="dtlayout"><style>.dtlayout {') for page in pages)
-    assert [type(value) for value in shown].count(Figure) == 2
+    assert sum(isinstance(value, Figure) for value in shown) == 2
+
+
+def test_a_figure_is_a_picture_in_any_notebook_and_once_where_pyplot_shows_figures_too(shown):
+    figure = next(value for value in shown if isinstance(value, Figure))
+    size = struct.unpack(">4sII", figure._repr_png_()[12:24])
+    assert size[0] == b"IHDR" and size[1] > size[2] > 100
+    at_end_of_cell = [pyplot.figure(number) for number in pyplot.get_fignums()]  # as `%matplotlib inline` finds them
+    assert figure not in at_end_of_cell
 
 
 def test_changes_of_an_explained_layout_are_values(shown):

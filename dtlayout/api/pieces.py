@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.base.errors import DtlayoutError, InvalidLayout
+from dtlayout.base.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
 from dtlayout.mesh.axes import PP, TP, axis_sizes
 from dtlayout.mesh.build import open_reduction_group
@@ -42,13 +42,17 @@ def pipeline(
     this rank keeps its own, as `runtime.modules`. Each takes a tensor and gives one, all but the last of one shape. The
     last one gives the loss, of what `step` gets by keyword too; or `loss` makes it of the last one's output and of
     those. Losses of the microbatches, and of data-parallel ranks, add up. `example` has the rows of one microbatch, as
-    they enter the first stage; nothing is computed of its values. With a `plan`, whose patterns are names inside the
-    stages, each stage is sharded by it. Build the optimizer after that, of `runtime.parameters`. InvalidLayout if there
-    are more or fewer stages, if two stages share a trained parameter (tied embeddings), whose gradients nobody would
-    add up, if the batch does not make equal microbatches, or if the mesh is of another layout. DtlayoutError if the
-    stages' shapes differ, InvalidConfig for a pattern that matches nothing.
+    they enter the first stage; nothing is computed of its values. With a `plan` each stage is sharded by it, and
+    gradients are summed over the ranks that have other tokens. Its patterns are names in the whole `nn.Sequential`,
+    however it is cut; with a list of stages they are names inside the stages. Build the optimizer after that, of
+    `runtime.parameters`. InvalidLayout if there are more or fewer stages, if two stages share a trained parameter (tied
+    embeddings), whose gradients nobody would add up, if the batch does not make equal microbatches, or if the mesh is
+    of another layout. DtlayoutError if the stages' shapes differ. InvalidConfig for a pattern that matches nothing, and
+    without a plan where ranks have other tokens.
     """
     _check_layout(layout, mesh, global_batch)
+    if plan is None:
+        _check_alone(layout)
     batch = Batch(global_batch=global_batch, seq_len=1)
     schedule = make_schedule(layout, batch)
     whole = _cut(stages, schedule.placement.num_stages)
@@ -102,6 +106,16 @@ def train_step(
     return result
 
 
+class _Stage(nn.Sequential):
+    """Children of an `nn.Sequential` as one stage: each gets the context, and the last one what else the stage gets."""
+
+    def forward(self, input: Any, *context: Any, **targets: Any) -> Any:
+        *before, last = self
+        for child in before:
+            input = child(input, *context)
+        return last(input, *context, **targets)
+
+
 class _WithLoss(nn.Module):
     """A last stage with a function that makes the loss of its output."""
 
@@ -130,6 +144,16 @@ def _check_layout(layout: Layout, mesh: DeviceMesh, global_batch: int) -> None:
         )
     if problems:
         raise InvalidLayout(problems)
+
+
+def _check_alone(layout: Layout) -> None:
+    """InvalidConfig if ranks have other tokens than others: without a plan nothing sums their gradients."""
+    if (count := layout.dp * layout.cp) > 1:
+        raise InvalidConfig(
+            f"plan=None sums no gradients over the {count} ranks of dp={layout.dp} · cp={layout.cp}, and each would "
+            f'train a model of its own; give a plan: Plan({{}}, blocks="", units=(), zero=1, '
+            f'precision=Precision(compute="float32")) splits the optimizer\'s state alone'
+        )
 
 
 def _list_degrees(degrees: Mapping[str, int]) -> str:
@@ -162,18 +186,18 @@ def _check_shared(stages: Sequence[nn.Module], frozen: Sequence[str]) -> None:
 
 
 def _cut(stages: Sequence[nn.Module] | nn.Sequential, num_stages: int) -> list[nn.Module]:
-    """The stages; those of an `nn.Sequential` keep the names of its children."""
+    """The stages; those of an `nn.Sequential` keep the names of its children, one child or more."""
     if isinstance(stages, nn.Module) and not isinstance(stages, nn.Sequential | nn.ModuleList):
         raise InvalidLayout(
             f"{type(stages).__name__} is one module, and nothing says where to cut it; bring a list of stages, or an "
             f"nn.Sequential"
         )
     whole = list(stages)
-    if isinstance(stages, nn.Sequential) and len(whole) > num_stages:
+    if isinstance(stages, nn.Sequential) and len(whole) >= num_stages:
         children = list(stages.named_children())
         ends = [len(children) * (i + 1) // num_stages for i in range(num_stages)]
         starts = [0, *ends[:-1]]
-        return [nn.Sequential(OrderedDict(children[i:j])) for i, j in zip(starts, ends, strict=True)]
+        return [_Stage(OrderedDict(children[i:j])) for i, j in zip(starts, ends, strict=True)]
     if len(whole) != num_stages:
         raise InvalidLayout(
             f"the layout has {plural(num_stages, 'stage')}, and here are {len(whole)}; bring one module for each, or "

@@ -189,6 +189,17 @@ def has_begun(run_folder: str) -> bool:
         return False
 
 
+def describe_kept_tokenizer(config: Config) -> list[str]:
+    """A line if a run goes on, and so has the tokenizer of its own folder."""
+    run_folder, tokenizer = config.train.run_folder, config.data.tokenizer
+    if not has_begun(run_folder) or tokenizer not in _find_own_tokenizers(run_folder):
+        return []
+    return [
+        f"{run_folder} has a checkpoint, so the run there goes on, with its own tokenizer: {tokenizer}; with another "
+        f"train.run_folder a new one begins"
+    ]
+
+
 def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
     """The tables with a `data.tokenizer`, where they name none and the model comes with one.
 

@@ -23,8 +23,9 @@ from typing import Any, cast
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import expand, parse_json
 from dtlayout.base.interpreter import run_module
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.template import Answers, ChatMessage, scale_limit
-from dtlayout.data.tokenizer import find_file
+from dtlayout.data.tokenizer import Tokenizer, find_file
 from dtlayout.models.beside import TEMPLATE_NAME
 
 _MARK = re.compile(r"<[|｜][^\s<>|｜{}'\"]{1,60}[|｜]>|<(?:start|end)_of_turn>")
@@ -125,13 +126,39 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 pipe.close()
 
 
-def find_marks(template: str) -> list[str]:
-    """Marks like special tokens that a template's source writes, each once, in their order.
+def find_marks(text: str) -> list[str]:
+    """Marks like special tokens in a template or in a text that it has written, each once, in their order.
 
     >>> find_marks("{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}")
     ['<|im_start|>', '<|im_end|>']
     """
-    return list(dict.fromkeys(_MARK.findall(template)))
+    return list(dict.fromkeys(_MARK.findall(text)))
+
+
+def describe_marks(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """A line for marks that the chat template writes and the tokenizer does not know; none where it knows them all.
+
+    They are looked for in the template, and in a short conversation that it writes.
+    """
+    if not any(each.messages_field for each in data.sources):
+        return []
+    template = load_template(data.chat_template, data.tokenizer)
+    unknown = [mark for mark in find_marks(template.source + _write_example(template)) if mark not in tokenizer.spelt]
+    if not unknown:
+        return []
+    return [
+        f"tokenizer {data.tokenizer} has no token {', '.join(unknown)}, which the chat template writes: each is read "
+        f"as the tokens of its letters"
+    ]
+
+
+def _write_example(template: ChatTemplate) -> str:
+    """A short conversation as a template writes it; empty where it writes no plain one."""
+    messages = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    for each in (messages, messages[1:]):  # some templates take no system prompt
+        with suppress(DataError):
+            return template.render(each)
+    return ""
 
 
 def load_template(file: str, tokenizer: str) -> ChatTemplate:

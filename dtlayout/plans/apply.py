@@ -31,7 +31,7 @@ from dtlayout.plans.experts import share_counts, split_experts
 from dtlayout.plans.fake_quantize import fake_quantize_linears
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.offload import ActivationOffloader, keep_results
-from dtlayout.plans.patterns import check_parameters, check_patterns, check_styles
+from dtlayout.plans.patterns import check_parameters, list_idle_patterns, list_unknown_styles
 from dtlayout.plans.plan import Plan, list_parameters, match_names
 from dtlayout.plans.quantize import quantize_linears
 from dtlayout.plans.scale import scale_experts, scale_linears
@@ -62,7 +62,8 @@ def apply_plan(
     check_plan(plan, [module] if mesh[PP].size() == 1 else [])
     if mesh[TP].size() > 1:
         trained = [name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad]
-        check_parameters(plan, [name for name, _ in module.named_modules()], trained)
+        linears = [name for name, each in module.named_modules() if isinstance(each, nn.Linear)]
+        check_parameters(plan, [name for name, _ in module.named_modules()], trained, linears)
         split_tensors(module, plan.tensor, mesh[TP])
     if experts is not None and experts.ep.size() > 1:
         split_experts(module, plan.experts, experts.ep)
@@ -91,13 +92,15 @@ def apply_plan(
 
 
 def check_plan(plan: Plan, stages: Sequence[nn.Module]) -> None:
-    """InvalidConfig if a style is unknown, or if a pattern matches nothing in all stages of a model; without stages
-    patterns are not looked at."""
-    check_styles(plan, STYLES, CONTEXT_STYLES)
+    """InvalidConfig with a line for each unknown style, and for each pattern that matches nothing in all stages of a
+    model; without stages patterns are not looked at."""
+    problems = list_unknown_styles(plan, STYLES, CONTEXT_STYLES)
     if stages:
         modules = {name for stage in stages for name, _ in stage.named_modules()}
         parameters = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
-        check_patterns(plan, modules, parameters)
+        problems += list_idle_patterns(plan, modules, parameters)
+    if problems:
+        raise InvalidConfig(problems)
 
 
 def split_tensors(module: nn.Module, styles: Mapping[str, str], tp_mesh: DeviceMesh) -> None:
@@ -150,13 +153,13 @@ def prepare_blocks(
 ) -> None:
     """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
 
-    `attention` is the blocks' kernel, `ep_group` the name of the group that splits their experts, `compile_options`
-    arguments of torch.compile.
+    No module is a block where `blocks` is empty. `attention` is the blocks' kernel, `ep_group` the name of the group
+    that splits their experts, `compile_options` arguments of torch.compile.
 
     Selective recomputation is part of what is compiled, which must know the operations that are kept. Recomputation in
     full runs what is compiled a second time: compiled together they fail on tensors that tp shards.
     """
-    names = match_names(blocks, [name for name, _ in module.named_modules()])
+    names = match_names(blocks, [name for name, _ in module.named_modules()]) if blocks else []
     for name in names:
         number = name.rpartition(".")[2]
         if not number.isdigit():

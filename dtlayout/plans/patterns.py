@@ -20,22 +20,30 @@ from dtlayout.plans.style_table import OPENING_STYLES, SPLIT_BY_INPUTS, SPLIT_BY
 
 _MOST_NAMED = 3
 """Most names that a refusal suggests."""
+_BESIDE_OUTPUTS, _BESIDE_INPUTS = ("replicated", "colwise"), ("rowwise-term", "replicated")
+"""Styles of an adapter's two layers, in their order, beside a layer that tp splits by outputs, or by inputs."""
+_NEAR = 0.6
+"""Likeness, 0 to 1, from which on a name is what somebody meant, as difflib has it by default."""
 
 
-def check_patterns(plan: Plan, modules: Collection[str], parameters: Collection[str]) -> None:
-    """InvalidConfig with a line for each pattern that matches none of these names, of a whole model."""
-    problems = []
-    for field, pattern, names in _list_patterns(plan, modules, parameters):
-        if not match_names(pattern, names):
-            problems.append(f"plan.{field}: {pattern!r} matches nothing in the model; {_suggest(pattern, names)}")
-    if problems:
-        raise InvalidConfig(list(dict.fromkeys(problems)))
+def list_idle_patterns(plan: Plan, modules: Collection[str], parameters: Collection[str]) -> list[str]:
+    """A line for each pattern that matches none of these names, of a whole model."""
+    found = _list_patterns(plan, modules, parameters)
+    idle = ((field, pattern, names) for field, pattern, names in found if not match_names(pattern, names))
+    lines = (
+        f"plan.{field}: {pattern!r} matches nothing in the model; {_suggest(pattern, names)}"
+        for field, pattern, names in idle
+    )
+    return list(dict.fromkeys(lines))
 
 
-def check_parameters(plan: Plan, modules: Collection[str], trained: Collection[str]) -> None:
+def check_parameters(
+    plan: Plan, modules: Collection[str], trained: Collection[str], linears: Collection[str] = ()
+) -> None:
     """InvalidConfig with a line for each of the `trained` parameters beside split matmuls that has no style.
 
-    `modules` are names of a model or of a stage: [Note: parameters beside what is split].
+    `modules` are names of a model or of a stage, `linears` those of them that are linear layers: [Note: parameters
+    beside what is split].
     """
     styles: dict[str, str] = {}
     for pattern, style in plan.tensor.items():
@@ -53,7 +61,10 @@ def check_parameters(plan: Plan, modules: Collection[str], trained: Collection[s
         inside = [name for name in _list_outwards(owner) if len(name) > len(place)]
         says = styles.get(owner)
         if (says is None or says in OPENING_STYLES) and all(styles.get(name) != "whole" for name in inside):
-            problems[_star_numbers(parameter)] = _describe(_star_numbers(parameter), has_style=says is not None)
+            around = next((styles[name] for name in inside[1:] if name in styles), "")
+            problems[_star_numbers(parameter)] = _describe(
+                _star_numbers(parameter), has_style=says is not None, is_linear=owner in linears, around=around
+            )
     if problems:
         raise InvalidConfig(list(problems.values()))
 
@@ -86,40 +97,56 @@ def _star_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _describe(parameter: str, *, has_style: bool) -> str:
-    """The refusal of a parameter that no style covers; `has_style` if its module's input has one."""
+def _describe(parameter: str, *, has_style: bool, is_linear: bool, around: str) -> str:
+    """The refusal of a parameter that no style covers.
+
+    `has_style` if its module's input has one, `is_linear` if its module is a linear layer. `around` is the style of the
+    module that has its module inside, as a linear layer has its adapter.
+    """
     owner, _, own = parameter.rpartition(".")
     what = f"plan.tensor: {parameter!r} is trained beside matmuls that tp splits, and no style says on what it works; "
     if has_style:
         return f"{what}put {own!r} into a module of its own, and say 'head-norm' or 'whole' for that"
-    return (
-        f"{what}say {owner!r}: 'head-norm' where a rank computes with its own heads or columns, or 'whole' where all "
-        f"ranks compute the same"
-    )
+    if is_linear and around in SPLIT_BY_OUTPUTS | SPLIT_BY_INPUTS:
+        reads, gives = _BESIDE_INPUTS if around in SPLIT_BY_INPUTS else _BESIDE_OUTPUTS
+        how = {"lora_A": f"{reads!r}, beside {around!r}", "lora_B": f"{gives!r}, beside {around!r}"}.get(
+            owner.rpartition(".")[2],
+            f"{around} splits the module around it; {reads!r} if it reads the same input, as lora_A does, or {gives!r} "
+            f"if it makes a term of the same output, as lora_B does",
+        )
+    elif is_linear:
+        how = (
+            "'colwise' or 'rowwise' where tp splits it by outputs or by inputs, 'replicated' where it is whole beside "
+            "what is split, or 'whole' where all ranks compute the same"
+        )
+    else:
+        alike = "'whole' where all ranks compute the same"
+        how = f"'head-norm' where a rank computes with its own heads or columns, or {alike}"
+    return f"{what}say {owner!r}: {how}"
 
 
-def check_styles(plan: Plan, tensor: Collection[str], context: Collection[str]) -> None:
-    """InvalidConfig with a line for each style of a plan that is none of these names."""
-    _refuse([*_list_unknown("tensor", plan.tensor, tensor), *_list_unknown("context", plan.context, context)])
+def list_unknown_styles(plan: Plan, tensor: Collection[str], context: Collection[str]) -> list[str]:
+    """A line for each style of a plan that is none of these names."""
+    return [*_list_unknown("tensor", plan.tensor, tensor), *_list_unknown("context", plan.context, context)]
 
 
 def check_context_styles(styles: Mapping[str, str], known: Collection[str]) -> None:
     """InvalidConfig with a line for each style of context parallelism that is none of the `known` names."""
-    _refuse([*_list_unknown("context", styles, known)])
+    if problems := [*_list_unknown("context", styles, known)]:
+        raise InvalidConfig(problems)
 
 
 def _list_unknown(field: str, styles: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
     """A refusal for each style of a field of a plan that is no known one."""
     for pattern, style in styles.items():
         if style not in known:
-            near = difflib.get_close_matches(style, known, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, sorted(known)))}"
+            asked = str(style).lower().removesuffix("parallel")  # torch's classes are ColwiseParallel, …
+            alike = {each: difflib.SequenceMatcher(None, asked, each).ratio() for each in known}
+            near = max(alike, key=alike.__getitem__)
+            names = sorted(known, key=lambda each: (-alike[each], each))
+            is_near = alike[near] >= _NEAR
+            advice = f"did you mean {near!r}?" if is_near else f"use one of {', '.join(map(repr, names))}"
             yield f"plan.{field}[{pattern!r}]: the style {style!r} is unknown; {advice}"
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise InvalidConfig(problems)
 
 
 def _list_patterns(

@@ -28,10 +28,11 @@ each microbatch:
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.adapters import LowRankLinear, RescaledLinear
 from dtlayout.models.description import (
     ATTEND,
@@ -55,13 +56,19 @@ from dtlayout.spec.kernel_records import ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
 from dtlayout.spec.kernels import Compile, CompileMode, Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.spec.layout_keys import Offload
+from dtlayout.spec.layout_keys import OFFLOADS, Offload
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.precision import ALIGNMENT, Precision
+from dtlayout.spec.precision import ALIGNMENT, BYTES, Precision
 from dtlayout.spec.recompute import Recompute
 
 OVERLAPPED_PIECES = 4
 """Pieces that `layout.tp_overlap` sends: matmuls can hide all but one, and each has a quarter of the tokens."""
+
+
+_PATTERNS = ("frozen", "quantized", "scaled", "fake_quantized", "scaled_experts", "summed", "counters")
+"""Fields of a plan that are patterns."""
+_CHOICES: dict[str, tuple[Any, ...]] = {"zero": (1, 2, 3), "offload": OFFLOADS, "compile": get_args(Compile)}
+"""Field of a plan → values that it may have."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Plan(Offload):
     """Pattern → style: how tensor parallelism splits the module; the first pattern that matches decides. `STYLE_TABLE`
     of plans/style_table.py has them all."""
     blocks: str
-    """Pattern of the modules that `recompute` counts and covers."""
+    """Pattern of the modules that `recompute` counts and covers; empty where none are named."""
     recompute: Recompute = field(default=Recompute(0), kw_only=True)
     """The blocks among them that are computed again in backward; none of them by default."""
     units: tuple[tuple[str, ...], ...]
@@ -123,6 +130,43 @@ class Plan(Offload):
     """Patterns of the linear layers whose matmuls add the gradients of their weights to the sum over microbatches."""
     counters: tuple[str, ...] = ()
     """Patterns of the parameters that no gradient moves, and of which each rank has all."""
+
+    def __post_init__(self) -> None:
+        if problems := [*self._list_wrong_kinds(), *self._list_needs_of_blocks()]:
+            raise InvalidConfig(problems)
+
+    def _list_wrong_kinds(self) -> Iterator[str]:
+        """A line for each field whose value is of another kind than it takes."""
+        text = self.recompute if isinstance(self.recompute, str) else "every-2"
+        compute = self.precision if self.precision in [*BYTES] else "bfloat16"
+        kinds: dict[str, tuple[type, str]] = {
+            "tensor": (Mapping, "a mapping, pattern → style"), "context": (Mapping, "a mapping, pattern → style"),
+            "blocks": (str, "one pattern"), "recompute": (Recompute, f"Recompute.parse({text!r})"),
+            "precision": (Precision, f"a Precision, such as Precision(compute={compute!r})"),
+        }  # fmt: skip
+        for name, (kind, advice) in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                yield f"plan.{name}={value!r} is a {type(value).__name__}; give {advice}"
+        units: Sequence[Any] = [self.units] if isinstance(self.units, str) else self.units
+        for pattern in (unit for unit in units if isinstance(unit, str)):
+            yield f"plan.units: {pattern!r} stands where a tuple of patterns does; give units=(({pattern!r},),)"
+        for name in _PATTERNS:
+            if isinstance(value := getattr(self, name), str):
+                yield f"plan.{name}={value!r} is one pattern; give a tuple of them, ({value!r},)"
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                yield f"plan.{name}={value!r} is unknown; use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+
+    def _list_needs_of_blocks(self) -> Iterator[str]:
+        """A line for each field that works on blocks where the plan names none."""
+        if self.blocks or not isinstance(self.recompute, Recompute):
+            return
+        asked = {
+            "recompute": self.recompute.every > 0, "compile": self.compile == "blocks",
+            "offload": self.offloads_activations,
+        }  # fmt: skip
+        for name in (name for name, needs in asked.items() if needs):
+            yield f"plan.{name} is for blocks, and plan.blocks is empty; give the pattern of the blocks"
 
     def __str__(self) -> str:
         rows = [(pattern or "(all)", f"tp {style}") for pattern, style in self.tensor.items()]

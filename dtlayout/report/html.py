@@ -40,6 +40,15 @@ further ones, which are the same in light and dark."""
 _NUMBER = re.compile(r"[×+]?-?[\d.,]+( ?(%|[A-Za-z]+))?")
 
 
+class NotebookFigure(Figure):
+    """A figure that any notebook shows as a picture, without `%matplotlib inline` too."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", bbox_inches="tight")
+        return picture.getvalue()
+
+
 class Markup(str):
     """Text that is HTML already; all other text is escaped."""
 
@@ -60,7 +69,7 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of so many inches, which no window and no other figure knows."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return NotebookFigure(figsize=(width, height), layout="constrained")
 
 
 def fragment(title: str, parts: Iterable[str]) -> str:

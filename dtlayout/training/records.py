@@ -16,9 +16,10 @@ from dtlayout.base.formatting import format_bytes, join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
 from dtlayout.data.bad_batch import BadBatch
+from dtlayout.data.chat import describe_marks
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.samples import Samples
-from dtlayout.data.tokenizer import find_other_tokenizer
+from dtlayout.data.tokenizer import find_other_tokenizer, load_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters, describe_parameters
 from dtlayout.models.first_source import find_place
@@ -155,6 +156,8 @@ class Records(Observer):
             lines = describe_training(trainer.batches.samples, self.config.train.steps)
             for name, each in held_out.items():
                 lines += describe_held_out(name, each, self.config.count_held_out_batches(name))
+            known = load_tokenizer(self.config.data.tokenizer, self.config.data.end_of_document)
+            lines += [f"note: {line}" for line in describe_marks(self.config.data, known)]
             for line in lines:
                 self.display.say(line)
 

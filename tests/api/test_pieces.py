@@ -18,6 +18,46 @@ def test_a_sequential_is_cut_into_equal_parts_that_keep_their_names():
     assert [[name for name, _ in stage.named_children()] for stage in stages] == [["0", "1"], ["2", "3", "4"]]
 
 
+class Shifted(nn.Module):
+    """A layer that takes the context of its microbatch, and for the loss what a step gets by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 2)
+
+    def forward(self, x, shift, targets=None):
+        x = self.up(x) + shift
+        return x if targets is None else (x - targets).square().sum()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_names_in_a_sequential_are_the_same_for_every_cut(num_stages):
+    stages = _cut(nn.Sequential(*(Shifted() for _ in range(4))), num_stages)
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert names == [f"{i}.up.{kind}" for i in range(4) for kind in ("weight", "bias")]
+
+
+def test_children_of_a_stage_get_the_context_and_the_last_one_the_targets():
+    first, second = Shifted(), Shifted()
+    (stage,) = _cut(nn.Sequential(first, second), 1)
+    x, shift, targets = torch.ones(3, 2), torch.tensor(5.0), torch.zeros(3, 2)
+    assert torch.equal(stage(x, shift, targets=targets), second(first(x, shift), shift, targets=targets))
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize("layout", [dl.Layout(dp_shard=2), dl.Layout(dp_replicate=2), dl.Layout(cp=2)])
+def test_without_a_plan_ranks_with_other_tokens_are_refused(layout):
+    module, mesh = nn.Sequential(nn.Linear(4, 4)), dl.build_mesh(layout, "cpu")
+    said = f"plan=None sums no gradients over the 2 ranks of dp={layout.dp} · cp={layout.cp}, and each would train"
+    with pytest.raises(InvalidConfig, match=re.escape(said)) as refused:
+        dl.pipeline(module, layout, mesh, torch.ones(1, 4), global_batch=2)
+    advice = re.search(r"give a plan: (Plan\(.*\)) splits", str(refused.value))
+    assert advice is not None
+    plan = eval(advice[1], {"Plan": dl.Plan, "Precision": dl.Precision})
+    runtime = dl.pipeline(module, layout, mesh, torch.ones(1, 4), global_batch=2, plan=plan)
+    assert len(runtime.sync) == 1 and all(hasattr(p, "full_tensor") for p in runtime.parameters)
+
+
 @pytest.mark.parametrize("stages", [[nn.Linear(2, 2)], nn.Sequential(nn.Linear(2, 2)), [nn.Linear(2, 2)] * 3])
 def test_another_number_of_stages_than_the_layout_has_is_refused(stages):
     with pytest.raises(InvalidLayout, match=f"the layout has 2 stages, and here are {len(stages)}; bring one module"):

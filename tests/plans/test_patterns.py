@@ -55,7 +55,7 @@ def make_plan(**changes) -> Plan:
         ),
         (
             {"context": {"layers.*.attend": "star"}},
-            "plan.context['layers.*.attend']: the style 'star' is unknown; use one of 'all-to-all', 'contiguous'",
+            "plan.context['layers.*.attend']: the style 'star' is unknown; use one of 'gather', 'all-to-all', 'ring'",
         ),
     ],
 )
@@ -63,6 +63,57 @@ def test_what_matches_nothing_is_refused_with_the_nearest_names(changes, said):
     with pytest.raises(InvalidConfig) as refused:
         check_plan(make_plan(**changes), [build_module()])
     assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize("name", ["ColwiseParallel", "columnwise", "Colwise"])
+def test_names_of_torchs_classes_are_taken_for_the_styles_that_they_mean(name):
+    with pytest.raises(InvalidConfig, match=r"is unknown; did you mean 'colwise'\?$"):
+        check_plan(make_plan(tensor={"layers.*.widen": name}), [])
+
+
+def test_a_wrong_pattern_and_a_wrong_style_are_told_at_once():
+    plan = make_plan(tensor={"layers.*.widn": "colwise", "head": "colwize"})
+    with pytest.raises(InvalidConfig) as refused:
+        check_plan(plan, [build_module()])
+    assert [problem.split(";")[0] for problem in refused.value.problems] == [
+        "plan.tensor['head']: the style 'colwize' is unknown",
+        "plan.tensor: 'layers.*.widn' matches nothing in the model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recompute": "every-2"}, "plan.recompute='every-2' is a str; give Recompute.parse('every-2')"),
+        ({"recompute": None}, "plan.recompute=None is a NoneType; give Recompute.parse('every-2')"),
+        (
+            {"precision": "float32"},
+            "plan.precision='float32' is a str; give a Precision, such as Precision(compute='float32')",
+        ),
+        (
+            {"precision": {"compute": "float32"}},
+            "plan.precision={'compute': 'float32'} is a dict; give a Precision, such as Precision(compute='bfloat16')",
+        ),
+        (
+            {"units": ("layers.*",)},
+            "plan.units: 'layers.*' stands where a tuple of patterns does; give units=(('layers.*',),)",
+        ),
+        ({"units": "head"}, "plan.units: 'head' stands where a tuple of patterns does; give units=(('head',),)"),
+        ({"zero": 4}, "plan.zero=4 is unknown; use 1, 2 or 3"),
+        ({"compile": "block"}, "plan.compile='block' is unknown; use 'none', 'blocks', 'loss' or 'model'"),
+        ({"frozen": "a.weight"}, "plan.frozen='a.weight' is one pattern; give a tuple of them, ('a.weight',)"),
+        ({"tensor": ["head"]}, "plan.tensor=['head'] is a list; give a mapping, pattern → style"),
+        ({"blocks": ("layers.*",)}, "plan.blocks=('layers.*',) is a tuple; give one pattern"),
+        (
+            {"blocks": "", "recompute": Recompute.parse("full")},
+            "plan.recompute is for blocks, and plan.blocks is empty; give the pattern of the blocks",
+        ),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_one_line_when_the_plan_is_made(changes, said):
+    with pytest.raises(InvalidConfig) as refused:
+        make_plan(**changes)
+    assert refused.value.problems == [said]
 
 
 def test_every_wrong_pattern_is_named_at_once():
@@ -139,6 +190,24 @@ def test_a_trained_parameter_beside_split_matmuls_has_a_style(styles, trained, s
         check_parameters(plan, modules, [trained])
     assert said in str(refused.value)
     check_parameters(make_plan(tensor=styles, frozen=(trained.replace("0", "*"),)), modules, [trained])
+
+
+@pytest.mark.parametrize(
+    ("styles", "trained", "said"),
+    [
+        ({"layers.*.up": "colwise"}, "layers.0.down", "say 'layers.*.down': 'colwise' or 'rowwise' where tp splits it"),
+        (PAIR, "layers.0.down.lora_A", "say 'layers.*.down.lora_A': 'rowwise-term', beside 'rowwise'"),
+        (PAIR, "layers.0.down.lora_B", "say 'layers.*.down.lora_B': 'replicated', beside 'rowwise'"),
+        (PAIR, "layers.0.up.lora_A", "say 'layers.*.up.lora_A': 'replicated', beside 'colwise'"),
+        (PAIR, "layers.0.up.lora_B", "say 'layers.*.up.lora_B': 'colwise', beside 'colwise'"),
+        (PAIR, "layers.0.down.first", "rowwise splits the module around it; 'rowwise-term' if it reads the same input"),
+    ],
+)
+def test_a_linear_layer_without_a_style_is_offered_those_that_are_right_there(styles, trained, said):
+    modules = [*BLOCK, "layers.0.up", "layers.0.down", trained]
+    with pytest.raises(InvalidConfig) as refused:
+        check_parameters(make_plan(tensor=styles), modules, [f"{trained}.weight"], [trained])
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
