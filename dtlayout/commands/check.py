@@ -16,7 +16,7 @@ from dtlayout.commands.arguments import (
     find_assumed_world,
     show,
 )
-from dtlayout.config.checking import check_layout
+from dtlayout.config.checking import check_layout, describe_start
 from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, describe_kept_tokenizer, has_begun, load_plan
 from dtlayout.mesh.axes import crosses_node
@@ -166,6 +166,7 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
     notes += package_problems(config.metrics.to)
     notes += describe_kept_tokenizer(config)
+    notes += describe_start(config)
     notes += _find_missing_tokenizer(config.data.tokenizer)
     if config.train.init_from:
         from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy

@@ -86,7 +86,7 @@ def saying_after(seconds: float, line: str) -> Iterator[None]:
 
 def _find_sample(options: argparse.Namespace) -> CommandAnswer:
     """The sample of a config."""
-    from dtlayout.data.chat import describe_marks  # only now: they import numpy
+    from dtlayout.data.chat import describe_ends, describe_marks  # only now: they import numpy
     from dtlayout.data.check import check_data
     from dtlayout.data.shown import CLOSE, OPEN, ShownSample, show_sample
     from dtlayout.data.tokenizer import load_tokenizer
@@ -101,6 +101,7 @@ def _find_sample(options: argparse.Namespace) -> CommandAnswer:
         shown: ShownSample = show_sample(beginnings, number, tokenizer)
     is_runs_own = expand(config.train.run_folder).resolve() == options.config.parent.resolve()
     notes = [*([] if is_runs_own else describe_kept_tokenizer(config)), *describe_marks(config.data, tokenizer)]
+    notes += describe_ends(config.data, tokenizer)
 
     def describe(_: JsonDocument) -> Iterator[str]:
         counts = f"{plural(shown.num_tokens, 'token')}, {plural(shown.num_targets, 'target')} in {OPEN}{CLOSE}"

@@ -93,6 +93,10 @@ def parse_config(tables: dict[str, Any]) -> Config:
         folder = _find_init_from(tables)
         folder = None if folder is None or is_peft(folder) else folder
         model = add_rows(model, tables, folder, expand(run_folder) if has_begun(run_folder) else None)
+    sections = {f.name for f in fields(Config)}
+    known = [*(f.name for f in fields(Config)), "adapter"]
+    problems += [toml.describe_unknown_key(name, known) for name in tables if name not in sections]
+    tables = {name: table for name, table in tables.items() if name in sections}
     needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
         config = toml.parse({**needed, **tables, "model": model}, Config)

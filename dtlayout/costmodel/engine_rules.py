@@ -185,8 +185,8 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
                 continue
             legal = [n for n in divisors(tp) if columns % (base.block * n) == 0]
             name = weight.name.removesuffix(".weight")
-            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {columns} elements"
-            what += f" on {ranks} ranks of tp" * (ranks > 1)
+            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {columns // ranks} elements"
+            what += f" on each of {ranks} ranks of tp" * (ranks > 1)
             advice = f"use tp={' or '.join(map(str, legal))}" if legal else "use base=compute"
             broken.setdefault(name, Refusal("precision.base", what, advice))
     return [*broken.values()]

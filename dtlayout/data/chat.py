@@ -152,12 +152,21 @@ def describe_marks(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
     ]
 
 
+def describe_ends(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """A line for conversations whose documents end with another token than the tokenizer's `eos_token`."""
+    end, own = tokenizer.end_of_document, tokenizer.end_of_answer
+    if data.end_of_document or own is None or own == end or not any(each.messages_field for each in data.sources):
+        return []
+    return [
+        f"a conversation ends with {tokenizer.spell([end])}, behind the tokenizer's eos_token {tokenizer.spell([own])} "
+        f"where the template writes that; data.end_of_document names another token"
+    ]
+
+
 def _write_example(template: ChatTemplate) -> str:
-    """A short conversation as a template writes it; empty where it writes no plain one."""
-    messages = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
-    for each in (messages, messages[1:]):  # some templates take no system prompt
-        with suppress(DataError):
-            return template.render(each)
+    """A question and an answer as a template writes them; empty where it cannot."""
+    with suppress(DataError):
+        return template.render([{"role": role, "content": "a"} for role in ("user", "assistant")])
     return ""
 
 

@@ -174,7 +174,12 @@ def test_check_says_new_rows_and_how_much_an_adapter_trains(run, tmp_path, capsy
     said = capsys.readouterr().out
     first = f"note: {folder} has {num_ids - 3 - num_ids % 2} rows of embedding and head: {3 + num_ids % 2} for more"
     assert first in said and ("are no tokens, so that tp divides them" in said) == bool(num_ids % 2)
-    assert " trained, " not in said
+    assert " trained, " not in said and "optimizer.lr=" not in said
+    assert main(["check", *asked, "--layout.tp=2", "--optimizer.lr=3e-4"]) == 0
+    rate = (
+        "note: optimizer.lr=0.0003 is the default, for a model that has learnt nothing, and optimizer.warmup_steps is 0"
+    )
+    assert rate in (said := capsys.readouterr().out) and "1e-5 to 2e-5" in said
     save_llama(folder, num_ids)
     assert main(["check", *asked, "--adapter.rank=2", "--adapter.targets=['q_proj']"]) == 0
     trained, width = 2 * 2 * (32 + 32), 32  # two blocks, two matrices of rank 2
@@ -230,6 +235,14 @@ def test_beside_an_adapter_more_rows_than_the_folder_has_are_refused_and_a_resiz
     assert (
         f"model.vocab_size={num_ids + 1}, {advice.format(num_ids + 1)}" in said and said.count("no rows are added") == 1
     )
+
+    saved = save_llama(tmp_path / "odd", 261)
+    said = refuse(f"--train.init_from={saved}", "--layout.tp=2")
+    assert "tp=2 does not divide vocab_size=261; use tp=1" in said
+    assert (
+        "beside [adapter] no rows fill up vocab_size=261 for tp=2; resize the frozen model, by transformers: " in said
+    )
+    assert "model.resize_token_embeddings(261, pad_to_multiple_of=8), and save_pretrained to a new folder" in said
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(num_ids, pad_to_multiple_of=8)

@@ -106,6 +106,13 @@ def test_marks_of_the_template_that_the_tokenizer_does_not_know_are_named(show, 
     )
     said = "tokenizer.json has no token <|user|>, <|assistant|>, which the chat template writes"
     assert said in show("--data.samples=padded", named)
+    chat = write_tokenizer(words=(*words, "<|eot|>"), special=("</s>", "<|eot|>"))
+    (chat.parent / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
+    ends = "note: a conversation ends with </s>, behind the tokenizer's eos_token <|eot|> where the template writes"
+    assert ends in show("--data.samples=padded", f"--data.tokenizer={chat}")
+    assert ends not in show("--data.samples=padded", f"--data.tokenizer={chat}", "--data.end_of_document=<|eot|>")
+    (chat.parent / "tokenizer_config.json").unlink()
+    named = f"--data.tokenizer={write_tokenizer(words=words, special=('</s>', '<|im_end|>'))}"
     talks = (f"--data.source={tmp_path / 'talks.jsonl'}", f"--data.chat_template={tmp_path / 't.jinja'}")
     asked = ["check", str(tmp_path / "tiny.toml"), "--world=1", *talks, "--data.messages_field=messages", named]
     assert main([*asked, "--data"]) == 0 and said in capsys.readouterr().out
