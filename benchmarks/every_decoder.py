@@ -55,9 +55,9 @@ class Numbers(NamedTuple):
     """How many numbers a class has."""
 
     parameters: int
-    """Its parameters."""
+    """Elements of all parameters."""
     stored: int
-    """What its files of weights hold: buffers too, such as the biases that correct a router."""
+    """Elements in files of its weights: of buffers too, such as the biases that correct a router."""
 
 
 def read_config(name: str, path: Path, theirs: Numbers | None) -> Read:

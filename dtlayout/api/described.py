@@ -57,10 +57,11 @@ def describe_module(
 ) -> DescribedModule:
     """The shape of a causal model of one's own, a module with a list of blocks that each attend once, for predictions.
 
-    A copy of the module runs once on fake tensors like `example_inputs`, its arguments by name, of which the first are
-    tokens [B, S]. The trace is written to `file`, which commands take as --model. Its embedding is the `nn.Embedding`
-    before the blocks with most rows, its head the last `nn.Linear` behind them. InvalidConfig if the module is no such
-    model, or reads values of tensors.
+    A copy of the module runs on fake tensors like the first sequence of `example_inputs`, its arguments by name, of
+    which the first are tokens [B, S]. The trace is written to `file`, which commands take as --model. The list of
+    blocks is an `nn.ModuleList` or an `nn.Sequential`. The head is the last `nn.Linear` behind them, and the embedding
+    the `nn.Embedding` before them with as many rows, else with most. InvalidConfig if the module is no such model,
+    attends to later tokens, or reads values of tensors.
     """
     from dtlayout.tracing.trace import describe_module as trace_module  # only now: it imports torch
 

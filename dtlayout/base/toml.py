@@ -147,6 +147,10 @@ def describe_unknown_key(key: str, known: Collection[str], prefix: str = "") -> 
     """Reason why a key of a table is refused, with the nearest known key or all of them; `prefix` names the table."""
     import difflib  # only now: most files have no such key
 
+    from dtlayout.base.synonyms import MEANT
+
+    if meant := MEANT.get(f"{prefix}{key}"):
+        return f"{prefix}{key} is unknown; did you mean {meant}?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
     return f"{prefix}{key} is unknown; {advice}"

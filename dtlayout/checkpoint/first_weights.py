@@ -123,7 +123,7 @@ def _fill(
                 assert isinstance(part, Tensor), "ends are not quantized"
                 num_there = max(0, stored[name].shape[0] - first[0])
                 if new_rows == "mean" and part.shape[0] > num_there:
-                    part[num_there:] = _find_mean(source, stored[name].shape[0])[first[1] : first[1] + part.shape[1]]
+                    part[num_there:] = find_mean(source, stored[name].shape[0])[first[1] : first[1] + part.shape[1]]
                 part = part[:num_there]
             broken[name] += _read(part, first, source)
     for each in sent if groups else ():
@@ -131,8 +131,8 @@ def _fill(
     return +broken
 
 
-def _find_mean(source: Any, num_rows: int) -> Tensor:
-    """Mean of the rows of a matrix, in double precision."""
+def find_mean(source: Any, num_rows: int) -> Tensor:
+    """Mean of the first rows of a matrix, in double precision."""
     total = torch.zeros(source.get_shape()[1], dtype=torch.float64)
     for row in range(0, num_rows, _ROWS_AT_ONCE):
         total += source[row : min(row + _ROWS_AT_ONCE, num_rows)].double().sum(0)

@@ -22,15 +22,17 @@ from torch import Tensor
 
 from dtlayout.base.checkpoint_names import CHECKPOINTS
 from dtlayout.base.errors import CheckpointError, InvalidConfig
-from dtlayout.checkpoint.first_weights import OpenFiles, count_broken, refuse_broken
+from dtlayout.checkpoint.first_weights import OpenFiles, count_broken, find_mean, refuse_broken
 from dtlayout.checkpoint.kept import made_whole, write_beside, write_json
 from dtlayout.checkpoint.parts import Part, load_parts
 from dtlayout.checkpoint.sharded import read_model, save_weights
+from dtlayout.config.new_rows import count_ids
 from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_config
 from dtlayout.models.files import find_trained_model, to_hf
 from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights
 from dtlayout.models.stored_names import StoredWeight
+from dtlayout.models.traced import FAMILY
 from dtlayout.models.weight import Piece
 from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_stored, make_index, plan_files
 from dtlayout.spec.model_shape import ModelShape
@@ -199,12 +201,15 @@ def import_weights(source: Path, folder: Path) -> int:
     """Write the weights of a Hugging Face folder as a run folder that has a checkpoint after no step; their bytes.
 
     On one process. They keep their formats, so that a run starts from the same bits as with `train.init_from`, and what
-    lies beside them is kept for an export. The folder is there when it is whole. InvalidConfig for a model or weights
-    that are not known, or are NaN or infinite, CheckpointError if something cannot be read or written.
+    lies beside them is kept for an export. Tokens of the folder's tokenizer that have no row of embedding and head get
+    the mean of the others. The folder is there when it is whole. InvalidConfig for a model or weights that are not
+    known, or are NaN or infinite, CheckpointError if something cannot be read or written.
     """
     model, stored = find_trained_model(str(source / "config.json")), find_weights(source)
     if problems := find_weight_problems(stored, model):
         raise InvalidConfig([f"{source}: {problem}" for problem in problems])
+    if model.family != FAMILY:
+        model = replace(model, vocab_size=max(model.vocab_size, count_ids(str(source))))
     weights = {weight.name: weight for weight in list_stored(model)}
     formats = {name: _find_format(weight, stored) for name, weight in weights.items()}
     broken = Counter[str]()
@@ -225,7 +230,11 @@ def import_weights(source: Path, folder: Path) -> int:
         whole = files.find(stored[name].file).get_slice(name)
         tensor: Tensor = whole[rows] if piece is None else piece.cut(whole, rows).contiguous()
         broken[name] += count_broken(tensor)
-        return tensor
+        num_there = stored[name].shape[0]
+        if rows.stop is None or rows.stop <= num_there or piece is not None:
+            return tensor
+        mean = find_mean(whole, num_there).to(tensor.dtype)  # rows of tokens that the folder has no rows for
+        return torch.cat([tensor, mean.expand(rows.stop - max(rows.start, num_there), -1)])
 
     try:
         with made_whole(folder) as made:

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base import toml
 from dtlayout.base.checkpoint_names import CHECKPOINTS, MANIFEST_NAME, STATE_NAME, list_saved
-from dtlayout.base.errors import CheckpointError
+from dtlayout.base.errors import CheckpointError, DtlayoutError
 from dtlayout.base.files import hash_file, parse_json
+from dtlayout.models.first_source import find_place
 
 FORMAT = 2
 """Number of the format in state.json, since checkpoints have a manifest. Older ones have none and cannot be checked."""
@@ -96,6 +98,24 @@ def _find_misfit(files: Any) -> str:
         if [*map(type, kept)] != [int, str]:
             return f"does not say how {name[:100]!a} was written"
     return ""
+
+
+def describe_other_start(checkpoint: Path, init_from: str) -> list[str]:
+    """A line if a run that goes on from `checkpoint` names another `train.init_from` than it did; none without one.
+
+    `init_from` is not read then: the weights are those of the checkpoint.
+    """
+    try:
+        before = toml.loads((read_manifest(checkpoint) or {}).get("config", ""))["train"].get("init_from", "")
+        if not init_from or find_place(init_from).resolve() == (find_place(before).resolve() if before else None):
+            return []
+    except (DtlayoutError, OSError, ValueError, KeyError, TypeError, AttributeError):  # damage is said elsewhere
+        return []
+    was = f"was {before}" if before else "was not named"
+    return [
+        f"train.init_from {was} when {checkpoint} was saved and is {init_from}, which is not read: the run goes on "
+        f"with its own weights; with another train.run_folder one begins from {init_from}"
+    ]
 
 
 def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:

@@ -21,8 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout.base import toml
@@ -38,13 +43,14 @@ from dtlayout.checkpoint.optimizer_state import fill_state, set_updates
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.models.families import find_weight
 from dtlayout.models.files import strip_training
-from dtlayout.models.weights import list_weights
+from dtlayout.models.weights import ENDS, list_weights
 from dtlayout.plans.init import find_place
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import STATE_FORMAT, Optimizer
 
 UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
 """Errors of reading a checkpoint that are the checkpoint's."""
+_ENDS = tuple(f".{name}" for name in ENDS)
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
@@ -308,7 +314,8 @@ def load_checkpoint(
         kept_settings = {} if saved_optimizer is None else usual | dict(saved_optimizer)
     except (ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
-    saved, wanted = (asdict(strip_training(each)) for each in (read_model(path), replace(model, name="")))
+    models = read_model(path).without_unused, replace(model.without_unused, name="")
+    saved, wanted = (asdict(strip_training(each)) for each in models)
     changes = {"model": find_changes({**saved, "name": ""}, wanted)}
     changes["optimizer"] = find_changes(kept_settings, usual | _describe_optimizer(settings))
     for what, changed in changes.items():
@@ -347,11 +354,29 @@ def _announce(named: Iterable[tuple[str, Tensor]], use: Callable[[Tensor], None]
 
 
 class _FollowedPlanner(DefaultLoadPlanner):
-    """Plans a load that calls `use` with each tensor before it is filled."""
+    """Plans a load that calls `use` with each tensor before it is filled, and makes the rows zero that were not saved.
+
+    Such rows are those that fill up embedding and head for tp (`ModelShape.unused_rows`).
+    """
 
     def __init__(self, use: Callable[[Tensor], None]):
         super().__init__()
         self._use = use
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "it is set up before"
+        known = self.metadata.state_dict_metadata
+        for name, tensor in self.state_dict.items():
+            saved = known.get(name)
+            if not name.endswith(_ENDS) or not isinstance(saved, TensorStorageMetadata) or saved.size == tensor.shape:
+                continue
+            if saved.size[1:] != tensor.shape[1:]:
+                continue  # which is refused
+            self._use(tensor)
+            local, first = find_place(tensor)
+            local[max(0, saved.size[0] - first[0]) :].zero_()
+            known[name] = replace(saved, size=tensor.shape)
+        return super().create_local_plan()
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         self._use(tensor := super().resolve_tensor(read_item))

@@ -142,7 +142,7 @@ class _StoreOnce(argparse.Action):
         before = getattr(namespace, self.dest)
         if before is not None and before != values:
             names = " and ".join(self.option_strings)
-            parser.error(f"{names} are one number, and here are {before} and {values}: say one of them")
+            parser.error(f"{names} mean one number, and here are {before} and {values}: say one of them, once")
         setattr(namespace, self.dest, values)
 
 

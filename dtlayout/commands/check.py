@@ -4,7 +4,9 @@ import argparse
 from dataclasses import asdict, replace
 
 from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.files import expand
 from dtlayout.base.formatting import join_alike, plural
+from dtlayout.checkpoint.manifest import describe_other_start, find_checkpoint
 from dtlayout.commands.arguments import (
     add_config,
     add_gpu,
@@ -14,9 +16,9 @@ from dtlayout.commands.arguments import (
     find_assumed_world,
     show,
 )
-from dtlayout.config.checking import check_layout
+from dtlayout.config.checking import check_layout, describe_start
 from dtlayout.config.config import Config
-from dtlayout.config.loading import PLANNED_STEPS, has_begun, load_plan
+from dtlayout.config.loading import PLANNED_STEPS, describe_kept_tokenizer, has_begun, load_plan
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import describe_parameters
 from dtlayout.models.first_source import find_place
@@ -83,13 +85,17 @@ def run(options: argparse.Namespace) -> int:
             refuse_unproven(config.model, layout, document_mask=config.data.document_mask)
         except InvalidLayout as error:
             raise InvalidLayout([*(f"{name} {line}" for name, line in proof), *error.problems]) from None
+    marks: list[str] = []
     if options.data:
-        from dtlayout.data.check import check_beginnings, check_data  # only now: it imports numpy
+        from dtlayout.data.chat import describe_marks  # only now: they import numpy
+        from dtlayout.data.check import check_beginnings, check_data
+        from dtlayout.data.tokenizer import load_tokenizer
 
         check_data(config)
         check_beginnings(config)
+        marks = describe_marks(config.data, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     chosen = config.choose_kernels(config.device, layout)
-    notes = find_assumed_world(config, options.world) + _find_notes(config, layout, chosen.kernels)
+    notes = find_assumed_world(config, options.world) + _find_notes(config, layout, chosen.kernels) + marks
     is_known = config.device.type != "auto"
     said = chosen.describe() if is_known else [_OPEN_KERNELS]
     looked = (
@@ -159,6 +165,8 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1{frees}")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
     notes += package_problems(config.metrics.to)
+    notes += describe_kept_tokenizer(config)
+    notes += describe_start(config)
     notes += _find_missing_tokenizer(config.data.tokenizer)
     if config.train.init_from:
         from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy
@@ -166,6 +174,9 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         notes += find_other_tokenizer(config.data.tokenizer, config.train.init_from)
         if not has_begun(config.train.run_folder):
             notes += describe_new_rows(config.train.init_from, config.model, config.train.new_rows)
+        elif config.model.adapter is None:
+            newest = find_checkpoint(expand(config.train.run_folder))
+            notes += describe_other_start(newest, config.train.init_from)
         notes += find_adapter_notes(find_place(config.train.init_from))
     return notes + kernels.problems(config.request_kernels(here, layout))
 

@@ -18,7 +18,7 @@ from dtlayout.commands.source import find_adapter_data, find_config, find_data, 
 from dtlayout.config.config import Config
 from dtlayout.models.beside import CONFIG
 from dtlayout.models.peft import find_base_folder, find_export_notes, is_peft
-from dtlayout.models.weights import FILE_BYTES, describe_cut_rows
+from dtlayout.models.weights import FILE_BYTES, describe_cut_rows, describe_new_rows
 
 if TYPE_CHECKING:
     from dtlayout.checkpoint.hf import WeightSource
@@ -80,13 +80,16 @@ def _import(options: argparse.Namespace) -> int:
         "weights keep their formats in a checkpoint, and the config of a run names its tokenizer",
     )  # fmt: skip
     _refuse_given(options, ("merge", "base"), f"is for a run with an adapter, and {options.source} is a whole model")
-    from dtlayout.checkpoint.hf import import_weights  # only now: it imports torch
+    from dtlayout.checkpoint.hf import import_weights  # only now: they import torch
+    from dtlayout.checkpoint.sharded import read_model
 
     num_bytes = import_weights(options.source, options.folder)
     checkpoint = find_checkpoint(options.folder)
     document = {"source": str(options.source), "checkpoint": str(checkpoint), "num_bytes": num_bytes}
     text = f"{options.source}: {num_bytes / 1e6:,.1f} MB in {checkpoint}; start with train.run_folder={options.folder}"
-    return show(options, document, lambda _: [text], indent=None)
+    notes = describe_new_rows(str(options.source), read_model(checkpoint), "mean")
+    document |= {"notes": notes} if notes else {}
+    return show(options, document, lambda _: [text, *(f"note: {line}" for line in notes)], indent=None)
 
 
 def _refuse_given(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:

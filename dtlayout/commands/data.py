@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlayout.base.errors import DataError, InvalidConfig
+from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import CommandAnswer, JsonDocument, show_answer
 from dtlayout.config.config import Config
-from dtlayout.config.loading import load_config, load_plan
-from dtlayout.config.sections import DataConfig
+from dtlayout.config.loading import describe_kept_tokenizer, load_config, load_plan
 
 if TYPE_CHECKING:
     from dtlayout.data.beginnings import Beginnings
-    from dtlayout.data.tokenizer import Tokenizer
 
 EXAMPLE = "dtlayout data show configs/debug.toml --sample 3"
 _NOT_PREPARED = "run dtlayout prepare first"
@@ -87,7 +86,8 @@ def saying_after(seconds: float, line: str) -> Iterator[None]:
 
 def _find_sample(options: argparse.Namespace) -> CommandAnswer:
     """The sample of a config."""
-    from dtlayout.data.check import check_data  # only now: they import numpy
+    from dtlayout.data.chat import describe_ends, describe_marks  # only now: they import numpy
+    from dtlayout.data.check import check_data
     from dtlayout.data.shown import CLOSE, OPEN, ShownSample, show_sample
     from dtlayout.data.tokenizer import load_tokenizer
 
@@ -99,6 +99,9 @@ def _find_sample(options: argparse.Namespace) -> CommandAnswer:
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     with _open(config) as beginnings:
         shown: ShownSample = show_sample(beginnings, number, tokenizer)
+    is_runs_own = expand(config.train.run_folder).resolve() == options.config.parent.resolve()
+    notes = [*([] if is_runs_own else describe_kept_tokenizer(config)), *describe_marks(config.data, tokenizer)]
+    notes += describe_ends(config.data, tokenizer)
 
     def describe(_: JsonDocument) -> Iterator[str]:
         counts = f"{plural(shown.num_tokens, 'token')}, {plural(shown.num_targets, 'target')} in {OPEN}{CLOSE}"
@@ -114,25 +117,13 @@ def _find_sample(options: argparse.Namespace) -> CommandAnswer:
                 yield "sizes of whole sources are not known yet, and are the weights: it may be of another source"
         if shown.why_untaught:
             yield f"nothing is learnt from this sample: {shown.why_untaught}"
-        yield from _describe_marks(config.data, tokenizer)
+        for line in notes:
+            yield f"note: {line}"
         for i, text in enumerate(shown.mark()):
             yield f"--- document {i}"
             yield text
 
     return CommandAnswer({"number": number, **asdict(shown)}, describe)
-
-
-def _describe_marks(data: DataConfig, tokenizer: "Tokenizer") -> Iterator[str]:
-    """A line for marks that the chat template writes and the tokenizer does not know; none where it knows them all."""
-    from dtlayout.data.chat import find_marks, load_template  # only now: templates are for conversations
-
-    if any(each.messages_field for each in data.sources):
-        marks = find_marks(load_template(data.chat_template, data.tokenizer).source)
-        if unknown := [mark for mark in marks if mark not in tokenizer.spelt]:
-            yield (
-                f"note: tokenizer {data.tokenizer} has no token {', '.join(unknown)}, which the chat template writes: "
-                f"each is read as the tokens of its letters"
-            )
 
 
 @contextmanager

@@ -158,13 +158,16 @@ def make_config(
     if folder and folder.has_tokenizer:
         small = "Small data that every machine has, to start with: put your own corpus here."
     notes = {"data": bare if needs_tokenizer else small, "train": "A first run; raise steps for a real one."}
-    notes = {name: note for name, note in notes.items() if name not in kept}
+    beside = {name: [note] for name, note in notes.items() if name not in kept}
+    if model.adapter is not None and "init_from" not in sections["train"]:
+        lacks = "Without weights the frozen model is drawn at random: name their folder, and remove the #."
+        beside["train"] = [*beside.get("train", ()), lacks, 'init_from = "FOLDER"']
     comments.append(f"Run it: {start}")
     lines = list(map(_comment, comments))
     for name, table in sections.items():
         if table:
             title, *values = toml.dumps({name: table}).splitlines()
-            lines += ["", title, *([f"# {notes[name]}"] if name in notes else []), *values]
+            lines += ["", title, *(f"# {note}" for note in beside.get(name, ())), *values]
     return "\n".join(lines) + "\n"
 
 

@@ -98,7 +98,8 @@ def _list_remarks(document: JsonDocument) -> Iterator[str]:
         yield f"Fewest GPUs that train it: {number}. Parts of a node and whole nodes were tried."
     if "cost" in document:
         yield _describe_cost(document["cost"])
-    kernels = {name: kernel for name, kernel in layouts[0]["kernels"].items() if name not in COMPILE_OPTIONS}
+    unused = {*COMPILE_OPTIONS, *([] if document["scenario"]["model"]["experts"] else ["experts"])}
+    kernels = {name: kernel for name, kernel in layouts[0]["kernels"].items() if name not in unused}
     yield f"Kernels of 1: {', '.join(f'{name} {kernel}' for name, kernel in kernels.items())}."
 
 

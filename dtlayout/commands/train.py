@@ -15,7 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.base.errors import EXIT_CRASHED, EXIT_DONE, EXIT_NON_FINITE, EXIT_REFUSED, EXIT_STOPPED, InvalidConfig
+from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural
 from dtlayout.base.interpreter import run_module
 from dtlayout.base.signals import STOPPED_EARLY
@@ -55,11 +57,15 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     num_ranks = _choose_ranks(config, options.ranks)
     layout = check_layout(config, num_ranks)
+    if num_ranks > 1 and config.train.device == "cuda":
+        from dtlayout.training.devices import refuse_missing  # only now: it imports torch, which the ranks' agent needs
+
+        refuse_missing(config.train.device)
     print(f"starting {plural(num_ranks, 'rank')}: {config.model.name} as {layout}", file=sys.stderr, flush=True)
     program = run_module("dtlayout.launch", str(options.config), *options.overrides)
     if num_ranks == 1:
         os.execv(program[0], program)
-    return run_ranks(program, num_ranks, options.max_restarts)
+    return run_ranks(program, num_ranks, options.max_restarts, Path(config.train.run_folder))
 
 
 def _choose_ranks(config: Config, asked: int | None) -> int:
@@ -74,10 +80,11 @@ def _choose_ranks(config: Config, asked: int | None) -> int:
     return config.layout.smallest_world_size
 
 
-def run_ranks(program: list[str], num_ranks: int, max_restarts: int = 0) -> int:
+def run_ranks(program: list[str], num_ranks: int, max_restarts: int = 0, run_folder: Path | None = None) -> int:
     """Run a program as ranks of this machine, by torchrun's agent; its exit code, that of the first rank that failed.
 
-    The first Ctrl-C is handed on to the ranks, which finish their step and save. A second one kills them.
+    The first Ctrl-C is handed on to the ranks, which finish their step and save. A second one kills them, with a line
+    about the newest checkpoint in `run_folder`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which warns of it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
@@ -89,7 +96,7 @@ def run_ranks(program: list[str], num_ranks: int, max_restarts: int = 0) -> int:
     ours = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
     agent = parse_args([*ours, "--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", "--no-python", *program])
     logging.disable(logging.CRITICAL)  # what the agent says is about itself
-    before = signal.signal(signal.SIGINT, _interrupt(SignalException))
+    before = signal.signal(signal.SIGINT, _interrupt(SignalException, run_folder))
     try:
         start_agent(agent)
     except ChildFailedError as error:
@@ -102,7 +109,7 @@ def run_ranks(program: list[str], num_ranks: int, max_restarts: int = 0) -> int:
     return EXIT_DONE
 
 
-def _interrupt(error: type[Exception]) -> Callable[..., None]:
+def _interrupt(error: type[Exception], run_folder: Path | None) -> Callable[..., None]:
     """A handler of Ctrl-C: the first raises `error` where the agent waits, which stops the ranks; the next kills."""
     is_second = False
 
@@ -112,6 +119,7 @@ def _interrupt(error: type[Exception]) -> Callable[..., None]:
             for pid in _list_children():
                 with suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
+            print(_describe_kill(run_folder), file=sys.stderr, flush=True)
             raise error("killed", signal.SIGKILL)
         is_second = True
         if not _list_children():  # no rank is there that could say it
@@ -121,6 +129,18 @@ def _interrupt(error: type[Exception]) -> Callable[..., None]:
         raise error("stopped", signal.SIGTERM)
 
     return handle
+
+
+def _describe_kill(run_folder: Path | None) -> str:
+    """A line on what is left of a run whose ranks are killed."""
+    try:
+        saved = list_checkpoints(expand(str(run_folder)) / CHECKPOINTS) if run_folder else []
+    except (OSError, InvalidConfig):
+        return "killed"
+    if not saved:
+        return "killed: no checkpoint is there, so that all steps are lost"
+    num_steps = plural(read_step(saved[-1]), "step")
+    return f"killed: the newest checkpoint is {saved[-1]}, and what came after its {num_steps} is lost"
 
 
 def _list_children() -> list[int]:

@@ -5,7 +5,7 @@ Each owner has its own rules: the layout, the sections beside each other, our tr
 """
 
 from collections.abc import Callable
-from math import frexp, gcd, log2
+from math import frexp, gcd, lcm, log2
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.refusals import Refusal, describe
@@ -21,7 +21,7 @@ from dtlayout.models.weights import check_init_from, describe_no_new_rows
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
-from dtlayout.spec.optimizers import RoleOptimizer, check_state_format
+from dtlayout.spec.optimizers import AdamW, RoleOptimizer, check_state_format
 from dtlayout.spec.trackers import package_problems
 
 
@@ -111,6 +111,34 @@ def _check_tokens(config: Config) -> list[Refusal]:
     return [Refusal("data.tokenizer", describe_no_new_rows(f"the tokenizer has {num_ids} ids", num_ids, model.num_ids))]
 
 
+def _check_filling(config: Config) -> list[Refusal]:
+    """An adapter's frozen model has rows that tp divides: none fill it up."""
+    model, tp = config.model, config.layout.tp
+    if model.adapter is None or not config.train.init_from or tp < 2 or model.vocab_size % tp == 0:
+        return []
+    what = f"beside [adapter] no rows fill up vocab_size={model.vocab_size} for tp={tp}"
+    advice = (
+        f"resize the frozen model, by transformers: model.resize_token_embeddings({model.vocab_size}, "
+        f"pad_to_multiple_of={lcm(8, tp)}), and save_pretrained to a new folder for train.init_from"
+    )
+    return [Refusal("train.init_from", what, advice)]
+
+
+def describe_start(config: Config) -> list[str]:
+    """Lines on a start that is hardly meant: a rate of pretraining for a model that is trained, no weights to adapt."""
+    lines = []
+    if config.train.init_from and config.optimizer.lr == AdamW.lr:
+        usual = "1e-4 to 2e-4 for LoRA" if config.model.adapter else "1e-5 to 2e-5 for a whole model of 8B"
+        warmup = ", and optimizer.warmup_steps is 0" * (not config.optimizer.warmup_steps)
+        lines.append(
+            f"optimizer.lr={AdamW.lr:g} is the default, for a model that has learnt nothing{warmup}; fine-tuning "
+            f"mostly takes {usual}, with a warm-up"
+        )
+    if config.model.adapter is not None and not config.train.init_from:
+        lines.append("the frozen model beside [adapter] is drawn at random; train.init_from names its weights")
+    return lines
+
+
 def _check_export(config: Config) -> list[Refusal]:
     """Weights are exported out of a checkpoint."""
     if not config.checkpoint.export or config.checkpoint.save:
@@ -192,7 +220,7 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
-    _check_family, _check_adapter, _check_first_weights, _check_tokens, _check_export, _check_spikes, check_warmup,
-    _check_roles, _check_ramp, _check_loss_scale, _check_disk, _check_traced,
+    _check_family, _check_adapter, _check_first_weights, _check_tokens, _check_filling, _check_export, _check_spikes,
+    check_warmup, _check_roles, _check_ramp, _check_loss_scale, _check_disk, _check_traced,
 )  # fmt: skip
 """Rules of sections beside each other."""

@@ -93,6 +93,10 @@ def parse_config(tables: dict[str, Any]) -> Config:
         folder = _find_init_from(tables)
         folder = None if folder is None or is_peft(folder) else folder
         model = add_rows(model, tables, folder, expand(run_folder) if has_begun(run_folder) else None)
+    sections = {f.name for f in fields(Config)}
+    known = [*(f.name for f in fields(Config)), "adapter"]
+    problems += [toml.describe_unknown_key(name, known) for name in tables if name not in sections]
+    tables = {name: table for name, table in tables.items() if name in sections}
     needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
         config = toml.parse({**needed, **tables, "model": model}, Config)
@@ -187,6 +191,17 @@ def has_begun(run_folder: str) -> bool:
         return any((expand(run_folder) / "checkpoints").glob("step-*"))
     except (OSError, ValueError, InvalidConfig):  # no path at all
         return False
+
+
+def describe_kept_tokenizer(config: Config) -> list[str]:
+    """A line if a run goes on, and so has the tokenizer of its own folder."""
+    run_folder, tokenizer = config.train.run_folder, config.data.tokenizer
+    if not has_begun(run_folder) or tokenizer not in _find_own_tokenizers(run_folder):
+        return []
+    return [
+        f"{run_folder} has a checkpoint, so the run there goes on, with its own tokenizer: {tokenizer}; with another "
+        f"train.run_folder a new one begins"
+    ]
 
 
 def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
         *_check_tokens_of_experts(layout, model),
         *_check_adapter(layout, model),
         *_check_state(layout, model),
+        *_check_kept_whole(engine, layout, model),
         *check_copies_of_experts(engine, layout.ep, layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp),
     ])  # fmt: skip
 
@@ -184,8 +185,8 @@ def check_base(precision: Precision, model: ModelShape, tp: int) -> list[Refusal
                 continue
             legal = [n for n in divisors(tp) if columns % (base.block * n) == 0]
             name = weight.name.removesuffix(".weight")
-            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {columns} elements"
-            what += f" on {ranks} ranks of tp" * (ranks > 1)
+            what = f"{asked} stores blocks of {base.block}, and a row of {name} has {columns // ranks} elements"
+            what += f" on each of {ranks} ranks of tp" * (ranks > 1)
             advice = f"use tp={' or '.join(map(str, legal))}" if legal else "use base=compute"
             broken.setdefault(name, Refusal("precision.base", what, advice))
     return [*broken.values()]
@@ -310,13 +311,11 @@ def _check_state(layout: Layout, model: ModelShape) -> list[Refusal]:
     ]
 
 
-def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: Precision) -> list[Refusal]:
-    """A traced model is split as its trace allows, and nothing is put into it that reads a description's modules."""
-    if model.family != FAMILY or engine.name != OWN_ENGINE:
+def _check_kept_whole(engine: Engine, layout: Layout, model: ModelShape) -> list[Refusal]:
+    """A traced model is split as its trace allows; of states `_check_state` speaks."""
+    if model.family != FAMILY or engine.name != OWN_ENGINE or find_state(model):
         return []
     whole = find_whole(model)
-    if "training" in whole:
-        return [Refusal("family", f"model.family={FAMILY}: {whole['training']}", "it can be predicted, not trained")]
     able = [name for name in engine.features.cp_methods if name not in whole]
     used = {
         "tp": (layout.tp > 1, "tp", f"layout.tp={layout.tp}", "tp=1"),
@@ -333,32 +332,40 @@ def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: 
             "schedule=1f1b",
         ),
     }  # fmt: skip
-    broken = [
+    return [
         Refusal(key, f"{what}: {whole[axis]}", f"use {instead}")
         for axis, (is_used, key, what, instead) in used.items()
         if is_used and axis in whole
     ]
+
+
+def _check_traced(engine: Engine, layout: Layout, model: ModelShape, precision: Precision) -> list[Refusal]:
+    """A traced model has none of what reads a description's modules."""
+    if model.family != FAMILY or engine.name != OWN_ENGINE:
+        return []
+    if reason := find_whole(model).get("training"):
+        return [Refusal("family", f"model.family={FAMILY}: {reason}", "it can be predicted, not trained")]
     asked = {
         "tp_overlap": layout.overlaps_tp,
         "precision.matmuls": precision.matmul_format is not None,
         "precision.base": precision.base != "compute", "precision.fake_quant": precision.fake_quant != "none",
         "adapter": model.adapter is not None,
     }  # fmt: skip
-    broken += [
+    return [
         Refusal(key, f"{key} is for models that are described, and {model.name} was traced", "leave it out")
         for key, is_asked in asked.items()
         if is_asked
     ]
-    return broken
 
 
 def find_kept_whole(engine: Engine, model: ModelShape) -> frozenset[str]:
-    """Axes over which our trainer does not split a model that it trains, methods of cp that don't go, and
-    "sequence_parallel" if not that either; empty for a model that is described, and of one that is predicted alone, or
-    for another program, those over which no program splits it."""
-    whole = find_whole(model)
-    if model.family != FAMILY or engine.name != OWN_ENGINE or "training" in whole:
+    """Axes over which our trainer does not split a model, methods of cp that don't go, and "sequence_parallel" if not
+    that either; empty for a model that is described, and for another program those over which no program splits it."""
+    if model.family != FAMILY or engine.name != OWN_ENGINE:
         return frozenset({"tp", "cp"} if find_state(model) else ())
+    whole = find_whole(model)
+    if "training" in whole:
+        return frozenset(whole.keys() - {"training"}) | ({"tp", "cp"} if find_state(model) else set())
     return frozenset({"tp_overlap", "ep", *whole})
 
 

@@ -23,8 +23,9 @@ from typing import Any, cast
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import expand, parse_json
 from dtlayout.base.interpreter import run_module
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.template import Answers, ChatMessage, scale_limit
-from dtlayout.data.tokenizer import find_file
+from dtlayout.data.tokenizer import Tokenizer, find_file
 from dtlayout.models.beside import TEMPLATE_NAME
 
 _MARK = re.compile(r"<[|｜][^\s<>|｜{}'\"]{1,60}[|｜]>|<(?:start|end)_of_turn>")
@@ -125,13 +126,48 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 pipe.close()
 
 
-def find_marks(template: str) -> list[str]:
-    """Marks like special tokens that a template's source writes, each once, in their order.
+def find_marks(text: str) -> list[str]:
+    """Marks like special tokens in a template or in a text that it has written, each once, in their order.
 
     >>> find_marks("{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}")
     ['<|im_start|>', '<|im_end|>']
     """
-    return list(dict.fromkeys(_MARK.findall(template)))
+    return list(dict.fromkeys(_MARK.findall(text)))
+
+
+def describe_marks(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """A line for marks that the chat template writes and the tokenizer does not know; none where it knows them all.
+
+    They are looked for in the template, and in a short conversation that it writes.
+    """
+    if not any(each.messages_field for each in data.sources):
+        return []
+    template = load_template(data.chat_template, data.tokenizer)
+    unknown = [mark for mark in find_marks(template.source + _write_example(template)) if mark not in tokenizer.spelt]
+    if not unknown:
+        return []
+    return [
+        f"tokenizer {data.tokenizer} has no token {', '.join(unknown)}, which the chat template writes: each is read "
+        f"as the tokens of its letters"
+    ]
+
+
+def describe_ends(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """A line for conversations whose documents end with another token than the tokenizer's `eos_token`."""
+    end, own = tokenizer.end_of_document, tokenizer.end_of_answer
+    if data.end_of_document or own is None or own == end or not any(each.messages_field for each in data.sources):
+        return []
+    return [
+        f"a conversation ends with {tokenizer.spell([end])}, behind the tokenizer's eos_token {tokenizer.spell([own])} "
+        f"where the template writes that; data.end_of_document names another token"
+    ]
+
+
+def _write_example(template: ChatTemplate) -> str:
+    """A question and an answer as a template writes them; empty where it cannot."""
+    with suppress(DataError):
+        return template.render([{"role": role, "content": "a"} for role in ("user", "assistant")])
+    return ""
 
 
 def load_template(file: str, tokenizer: str) -> ChatTemplate:

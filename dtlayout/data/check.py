@@ -13,6 +13,7 @@ from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.beginnings import open_beginnings
 from dtlayout.data.chat import load_template
+from dtlayout.data.samples import refuse_untaught
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
@@ -44,7 +45,9 @@ def check_beginnings(config: Config) -> None:
     """Raise DataError if preparing or cutting the first rows of a source fails, as it would in training."""
     with tempfile.TemporaryDirectory() as folder:
         for data in (config.data, *config.held_out_data.values()):
-            open_beginnings(config, data, Path(folder))
+            found = open_beginnings(config, data, Path(folder))
+            if found and all(found.are_whole):
+                refuse_untaught(found.samples)
 
 
 def _refuse_trained_on(validation: DataConfig, ours: list[Path], data: DataConfig, theirs: list[Path]) -> None:

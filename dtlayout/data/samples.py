@@ -42,7 +42,7 @@ from dtlayout.config.sections import DataConfig
 from dtlayout.data.best_fit import Ints
 from dtlayout.data.divisions import DIVISIONS, Division
 from dtlayout.data.permutation import hash_integers, permute
-from dtlayout.data.targets import Targets, count_all_targets, explain_untaught
+from dtlayout.data.targets import Targets, count_all_targets, explain_untaught, has_targets
 from dtlayout.data.tokens import TokenFile
 from dtlayout.spec.batch import IGNORED, Batch, RampStage, count_after, size_after
 
@@ -108,6 +108,14 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
     return Samples(tuple(sources), batch, seed, weights)
 
 
+def refuse_untaught(samples: "Samples") -> None:
+    """Raise DataError if no sample of any source has a target."""
+    if any(source.has_targets for source in samples.sources):
+        return
+    why = [f"no sample of {each.name} has a target: {each.explain_untaught(each.targets)}" for each in samples.sources]
+    raise DataError("; ".join(why))
+
+
 @dataclass(frozen=True, eq=False)
 class SampledSource:
     """Prepared tokens of one source, cut into samples of `seq_len`."""
@@ -144,6 +152,13 @@ class SampledSource:
         if self.tokens.loss_mask is None and self.samples == "packed":
             return Targets(self.num_samples * self.seq_len, 0)
         return count_all_targets(self.tokens, self.division)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether any sample has a target; the first samples mostly tell."""
+        if self.tokens.loss_mask is None and self.samples == "packed":
+            return True
+        return has_targets(self.tokens, self.division)
 
     def explain_untaught(self, found: Targets) -> str:
         """Reason why samples without a target have none; `found` are the targets of the samples that are looked at."""

@@ -48,6 +48,15 @@ def count_all_targets(tokens: TokenFile, division: Division) -> Targets:
     return Targets(*total.tolist())
 
 
+def has_targets(tokens: TokenFile, division: Division) -> bool:
+    """Whether any sample of an epoch has a target; no more is read than up to the first one."""
+    starts = range(0, division.num_samples, _SAMPLES_AT_ONCE)
+    return any(
+        count_targets(tokens, division, np.arange(start, min(start + _SAMPLES_AT_ONCE, division.num_samples))).number
+        for start in starts
+    )
+
+
 def _count_marked(tokens: TokenFile, begin_N: Ints, end_N: Ints) -> Ints:
     """Ids in each range of the file that the loss mask marks."""
     assert tokens.loss_mask is not None, "who asks has conversations"

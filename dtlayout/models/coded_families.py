@@ -36,7 +36,7 @@ _ROWS = (
     Family(
         name="chatglm", architecture="ChatGLMModel", untrained=_JOINED,
         allowed={"rmsnorm": (True,), "add_bias_linear": (False,), "post_layer_norm": (True,)},
-        ignored_keys=("bias_dropout_fusion", "original_rope"),
+        ignored_keys=("bias_dropout_fusion", "original_rope", "rope_ratio"),
         keys={"num_layers": "num_layers", "ffn_size": "ffn_hidden_size", "vocab_size": "padded_vocab_size",
             "head_dim": "kv_channels", "norm_eps": "layernorm_epsilon", "qkv_bias": "add_qkv_bias",
             "num_kv_heads": Derived(("multi_query_attention", "multi_query_group_num", "num_attention_heads"),

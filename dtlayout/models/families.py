@@ -81,8 +81,8 @@ FAMILIES: dict[str, Family] = {
                 "normalized": "norm_topk_prob", "dense_layers": "mlp_only_layers",
                 "balance_loss": "router_aux_loss_coef",
             },
-            synonyms={"num_local_experts": "num_experts"}, allowed={"decoder_sparse_step": (1,)},
-            ignored_keys=("mlp_bias",),
+            synonyms={"num_local_experts": "num_experts"},
+            allowed={"decoder_sparse_step": (1,), "use_qk_norm": (True,)}, ignored_keys=("mlp_bias",),
         ),
         Family(
             name="dots1", architecture="Dots1ForCausalLM", defaults=_DOTS1,

@@ -35,13 +35,13 @@ _READ = {
     "use_sliding_window", "sliding_window", "max_window_layers", "auto_map", "text_config",
 }  # fmt: skip
 _HARMLESS = {
-    "chunk_size_feed_forward", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale",
-    "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "layer_norm_eps", "length_penalty",
-    "logits_to_keep", "max_length", "max_sequence_length", "min_length", "model_max_length", "no_repeat_ngram_size",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_labels",
-    "num_logits_to_keep", "num_return_sequences", "output_hidden_states", "pretraining_tp", "remove_invalid_values",
-    "repetition_penalty", "tie_encoder_decoder", "tie_last_hidden_states", "transformers.js_config", "typical_p",
-    "use_cache",
+    "chunk_size_feed_forward", "context_window_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "_from_model_config", "guidance_scale", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference",
+    "layer_norm_eps", "length_penalty", "logits_to_keep", "max_length", "max_sequence_length", "min_length",
+    "model_max_length", "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "num_beam_groups", "num_beams", "num_labels", "num_logits_to_keep", "num_return_sequences",
+    "output_hidden_states", "prefill_chunk_size", "pretraining_tp", "remove_invalid_values", "repetition_penalty",
+    "tie_encoder_decoder", "tie_last_hidden_states", "transformers.js_config", "typical_p", "use_cache",
 }  # fmt: skip
 """Keys that sound as if they changed sizes or numbers, but that no computation of a loss or of logits reads."""
 _SUSPICIOUS = re.compile(

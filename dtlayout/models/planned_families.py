@@ -406,6 +406,8 @@ PLANNED: tuple[Family, ...] = (
         name="minimax_m2", architecture="MiniMaxM2ForCausalLM", untrained="its norms of q and k go over all heads",
         traits={"qk_norm": True, "block": {"wide_qk_norm": True}, **_SIGMOID},
         synonyms={"num_experts": "num_local_experts"},
+        allowed={"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "use_routing_bias": (True,)},
+        ignored_keys=("mtp_transformer_layers", "num_mtp_modules", "rotary_dim", "use_mtp"),
         keys=MIXTRAL_EXPERTS,
         defaults=size_model(200_064, 3072, 1536, 62, 48, 8) | {"rope_theta": 5_000_000.0, "head_dim": 128,
             "num_local_experts": 256, "num_experts_per_tok": 8},

@@ -211,7 +211,7 @@ def _find_saved_problems(saved: SavedModel, model: ModelShape) -> list[str]:
             f"{saved.checkpoint} holds a whole model, and an adapter lies beside a folder: dtlayout convert {run} "
             f"FOLDER writes one"
         ]
-    theirs, ours = (asdict(replace(strip_training(each), name="")) for each in (found, model))
+    theirs, ours = (asdict(replace(strip_training(each.without_unused), name="")) for each in (found, model))
     changes = [f"{key}={theirs[key]} (config: {value})" for key, value in ours.items() if theirs[key] != value]
     if changes:
         return [f"{saved.checkpoint} holds another model: {', '.join(changes)}"]

@@ -122,7 +122,13 @@ class BlockRunner:
 
     def shorten(self, num_blocks: int) -> None:
         """Leave out all blocks but the first ones."""
-        put(self.model, self.blocks_name, nn.ModuleList(self.blocks[:num_blocks]))
+        blocks = self.model.get_submodule(self.blocks_name)
+        kept = self.blocks[:num_blocks]
+        put(
+            self.model,
+            self.blocks_name,
+            nn.Sequential(*kept) if isinstance(blocks, nn.Sequential) else nn.ModuleList(kept),
+        )
 
     @contextmanager
     def run(self, seq_len: int, dtype: torch.dtype, measurement: BlockRuns) -> Iterator[Any]:

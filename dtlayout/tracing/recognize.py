@@ -35,7 +35,7 @@ from dtlayout.tracing.gradients import find_differentiated
 from dtlayout.tracing.kept import count_kept, count_moved, name_kept
 from dtlayout.tracing.norms import find_rms_eps
 from dtlayout.tracing.pieces import Range, find_pieces, find_range
-from dtlayout.tracing.record import EXPERTS, BlockRecord, Call
+from dtlayout.tracing.record import ATTENTION_FUNCTION, EXPERTS, BlockRecord, Call
 
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "getitem",
@@ -48,7 +48,6 @@ _NORMS = {"rsqrt", "layer_norm", "rms_norm"}
 _MEAN_SQUARE = {"pow", "mean"}
 """Functions of an RMSNorm without rsqrt."""
 _SUMS = {"add", "iadd", "radd"}
-_ATTENTION = "scaled_dot_product_attention"
 _MIXING = {"conv1d", "cumsum", "pad", "roll", "flip"}
 """Functions by which tokens read others; a module with a state calls one at least."""
 _CONSTANTS = {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like", "full_like"}
@@ -97,7 +96,7 @@ def recognize(record: BlockRecord, block: nn.Module) -> _Branches:
             operations = reader.read()
             break
         except _UnknownUse as error:
-            attending = [call.module for call in record.calls if call.function == _ATTENTION]
+            attending = [call.module for call in record.calls if call.function == ATTENTION_FUNCTION]
             owner = find_mixer(error.parameter, attending)
             inside = {call.function for call in record.calls if f"{call.module}.".startswith(f"{owner}.")}
             if not owner or owner in mixers or not inside & _MIXING:
@@ -202,7 +201,7 @@ class _Reader:
             self._read_norm([call])
         elif call.function == EXPERTS:
             self._read_experts(call)
-        elif call.function == _ATTENTION:
+        elif call.function == ATTENTION_FUNCTION:
             queries, keys, values = (self.values.get(each, Value(())) for each in call.reads[:3])
             self._attend(call, queries, keys, values, call.reads[:3])
         else:

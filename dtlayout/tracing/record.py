@@ -28,6 +28,8 @@ EXPERTS = "routed experts"
 """The function of a call that stands for a module with stacks of experts."""
 SEQ_LEN = 64
 """Tokens of the sequence that a model is traced with."""
+ATTENTION_FUNCTION = "scaled_dot_product_attention"
+"""The name of torch's function of attention."""
 _INNER = {"__set__", "__delete__", "_has_torch_function"}
 
 
@@ -126,6 +128,8 @@ class Recorder(TorchFunctionMode):
         self._attention: dict[int, Mapping[str, Any]] = {}
         self._hooks: list[RemovableHandle] = []
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.ahead: str | None = None
+        """Module whose attention reads later tokens, the last one."""
         """Arguments of each block, in the order of their calls."""
 
     def watch(self, blocks: Sequence[nn.Module]) -> None:
@@ -213,6 +217,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", str(function))
+        if name == ATTENTION_FUNCTION and self._calls is not None and _reads_ahead(*args, **(kwargs or {})):
+            self.ahead = self._modules[-1][0] if self._modules else ""
         made = list(list_tensors(args[0] if name == "__setitem__" else result))
         if self._calls is not None and made and name not in _INNER:
             read = list(list_tensors((args, kwargs)))
@@ -223,6 +229,14 @@ class Recorder(TorchFunctionMode):
             ids = tuple(map(id, read)), tuple(map(id, made))
             self._calls.append(Call(name.strip("_"), module, *ids, numbers, factors, dims, visit))
         return result
+
+
+def _reads_ahead(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **_: Any,
+) -> bool:  # fmt: skip
+    """Whether a call of `scaled_dot_product_attention` lets each token read all others."""
+    return attn_mask is None and not is_causal
 
 
 def list_tensors(value: Any) -> Iterator[Tensor]:

@@ -89,25 +89,43 @@ def describe_module(
 ) -> ModelShape:
     """The shape of a causal model of one's own, a module with a list of blocks that each attend once, for predictions.
 
-    A copy of the module runs once on fake tensors like `example_inputs`, its arguments by name, of which the first are
-    tokens [B, S]. The trace is written to `file`, which commands take as --model. Its embedding is the `nn.Embedding`
-    before the blocks with most rows, its head the last `nn.Linear` behind them. InvalidConfig if the module is no such
-    model, or reads values of tensors.
+    A copy of the module runs on fake tensors like the first sequence of `example_inputs`, its arguments by name, of
+    which the first are tokens [B, S]. The trace is written to `file`, which commands take as --model. The list of
+    blocks is an `nn.ModuleList` or an `nn.Sequential`. The head is the last `nn.Linear` behind them, and the embedding
+    the `nn.Embedding` before them with as many rows, else with most. InvalidConfig if the module is no such model,
+    attends to later tokens, or reads values of tensors.
     """
+    example_inputs = _take_sequence(example_inputs)
     recorder, model = Recorder(), copy.deepcopy(module).to("meta").eval()
     shared = {id(each) for each in module.parameters()}
     is_tied = len(shared) < len([*module.named_parameters(remove_duplicate=False)])
     with _quiet():
         blocks_name, blocks = find_blocks(model)
         ends = _watch_ends(model, recorder, blocks_name)
-        records = record(model, blocks, recorder, example_inputs)
+        try:
+            records = record(model, blocks, recorder, example_inputs)
+        except RuntimeError as error:  # of its own code, or of torch's compiler below flex_attention
+            raise InvalidConfig(f"its forward fails: {first_line(error)}") from None
         recorder.release()
+        if recorder.ahead is not None:
+            raise InvalidConfig(
+                f"attention of {recorder.ahead or 'a block'} has neither is_causal=True nor a mask: tokens read later "
+                f"ones, so that it is no causal model"
+            )
         trace = _describe(model, blocks_name, blocks, records, recorder, ends, name, is_tied=is_tied)
         _check_parameters(trace, _count_parameters(module))
         trace = _measure(trace, BlockRunner(model, blocks_name, recorder.fake, example_inputs))
     write(Path(file), trace.dumps(), "the trace")
     read_trace.cache_clear()
     return read_trace(str(Path(file).absolute())).shape
+
+
+def _take_sequence(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first sequence of arguments that have as many as the tokens; InvalidConfig if there are no tokens."""
+    tokens = next(iter(inputs.values()), None) if isinstance(inputs, Mapping) else None
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise InvalidConfig("example_inputs are arguments by name, of which the first are tokens [B, S]: {'x': tokens}")
+    return {name: each[:1] if each.dim() and len(each) == len(tokens) else each for name, each in inputs.items()}
 
 
 def _measure(trace: Trace, runner: BlockRunner, local_sizes: Collection[int] = ()) -> Trace:
@@ -248,7 +266,9 @@ def _one_document() -> Iterator[None]:
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Name and modules of the list that has most of a model's parameters; InvalidConfig if there is none."""
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    parts = [(name, part) for name, part in model.named_modules() if name]
+    lists = [each for each in parts if isinstance(each[1], nn.ModuleList) and len(each[1])]
+    lists = lists or [each for each in parts if isinstance(each[1], nn.Sequential) and len(each[1])]
     sizes = {name: sum(each.numel() for each in part.parameters()) for name, part in lists}
     if not lists:
         raise InvalidConfig("it has no list of blocks")
@@ -422,7 +442,12 @@ def _find_table_and_head(model: nn.Module, ends: Mapping[str, int], num_blocks: 
     called = [(model.get_submodule(name), place) for name, place in ends.items()]
     tables = [module for module, place in called if isinstance(module, nn.Embedding) and not place]
     heads = [module for module, place in called if isinstance(module, nn.Linear) and place >= num_blocks]
-    return max(tables, key=lambda table: table.num_embeddings, default=None), heads[-1] if heads else None
+    head = heads[-1] if heads else None
+
+    def rank(table: nn.Embedding) -> tuple[bool, int]:  # a table of positions may have more rows than that of tokens
+        return head is not None and table.num_embeddings == head.out_features, table.num_embeddings
+
+    return max(tables, key=rank, default=None), head
 
 
 class _EndReader:
@@ -432,7 +457,10 @@ class _EndReader:
         embedding, head = _find_table_and_head(model, ends, num_blocks)
         modules = {id(module): name for name, module in model.named_modules()}
         if embedding is None or head is None or id(embedding) not in modules or id(head) not in modules:
-            raise InvalidConfig("it has no embedding before its blocks, or no head behind them")
+            raise InvalidConfig(
+                "it has no embedding before its blocks, or no head behind them: an nn.Embedding and an nn.Linear, "
+                "which may share their weight"
+            )
         read_text = getattr(getattr(model, "config", None), "get_text_config", None)
         is_tied = read_text is not None and bool(read_text().tie_word_embeddings)
         self.is_tied = is_tied or head.weight is embedding.weight

@@ -30,17 +30,22 @@ def repeat_bits(wanted: str) -> None:
     torch.backends.cudnn.benchmark = False  # whose choice is another one each time
 
 
+def refuse_missing(wanted: str) -> None:
+    """InvalidConfig if there is no device of the type that `train.device` asks for."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig(
+            "train.device='cuda', but torch finds no CUDA device here; use train.device='cpu' or 'auto'"
+        )
+
+
 def open_device(wanted: str, known: Gpu | None) -> Device:
     """The device that `train.device` asks for; on CUDA, the GPU with the number of this local rank.
 
     `known` is the GPU type that [cluster] names; with None the device is asked. InvalidConfig if there is no such
     device, and on every rank of a node that has more ranks than GPUs.
     """
+    refuse_missing(wanted)
     has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise InvalidConfig(
-            "train.device='cuda', but torch finds no CUDA device here; use train.device='cpu' or 'auto'"
-        )
     if wanted == "cpu" or not has_cuda:
         return replace(describe_cpu(known), packages=find_packages())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -14,11 +14,13 @@ from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
 from dtlayout.base.files import write_whole
 from dtlayout.base.formatting import format_bytes, join_alike, plural
 from dtlayout.base.terminal import open_console
+from dtlayout.config.checking import describe_start
 from dtlayout.config.config import Config
 from dtlayout.data.bad_batch import BadBatch
+from dtlayout.data.chat import describe_ends, describe_marks
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.samples import Samples
-from dtlayout.data.tokenizer import find_other_tokenizer
+from dtlayout.data.tokenizer import find_other_tokenizer, load_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters, describe_parameters
 from dtlayout.models.first_source import find_place
@@ -138,7 +140,10 @@ class Records(Observer):
             lines += describe_longer_context(source, self.config.batch.seq_len)
             for line in lines + find_adapter_notes(find_place(source)):
                 self.display.say(f"note: {line}")
-        elif is_new and model.family == FAMILY:
+        if is_new:
+            for line in describe_start(self.config):
+                self.display.say(f"note: {line}")
+        if is_new and not self.config.train.init_from and model.family == FAMILY:
             self.display.say(describe_rules(model.trace))
         if (fake_quant := self.config.precision.fake_quant) != "none":
             rounded = _name_last(find_fake_quantized(self.config.model))
@@ -155,6 +160,9 @@ class Records(Observer):
             lines = describe_training(trainer.batches.samples, self.config.train.steps)
             for name, each in held_out.items():
                 lines += describe_held_out(name, each, self.config.count_held_out_batches(name))
+            known = load_tokenizer(self.config.data.tokenizer, self.config.data.end_of_document)
+            lines += [f"note: {line}" for line in describe_marks(self.config.data, known)]
+            lines += [f"note: {line}" for line in describe_ends(self.config.data, known)]
             for line in lines:
                 self.display.say(line)
 

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from dtlayout.base.formatting import plural
 from dtlayout.checkpoint.frozen_base import read_saved_base
+from dtlayout.checkpoint.manifest import describe_other_start
 from dtlayout.checkpoint.optimizer_state import set_updates
-from dtlayout.checkpoint.sharded import find_changes
+from dtlayout.checkpoint.sharded import find_changes, read_model
 from dtlayout.training.checkpoints import Checkpoints
 from dtlayout.training.optimizer import LearningRate
 from dtlayout.training.position import find_seen, note_seen
@@ -43,6 +45,15 @@ def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None
     layout = str(trainer.layout)
     if (old := origin.get(_LAYOUT, layout)) != layout:
         say(f"note: the layout was {old} when this was saved and is {layout}: each rank has another part of the state")
+    if config.model.adapter is None:  # beside one the base is read, and compared
+        for line in describe_other_start(checkpoints.newest, config.train.init_from):
+            say(f"note: {line}")
+    if (rows := read_model(checkpoints.newest).vocab_size) != config.model.vocab_size:
+        unused = plural(config.model.unused_rows, "row")
+        say(
+            f"note: embedding and head had {rows} rows when this was saved and have {config.model.vocab_size}, so that "
+            f"tp divides them: {unused} {'is no token' if config.model.unused_rows == 1 else 'are no tokens'}"
+        )
     saved, num_steps = origin.get("learning_rate", {}), config.train.steps
     trainer.learning_rate = LearningRate.of(config.optimizer, num_steps, saved)
     for line in trainer.learning_rate.describe_resume(saved, done, num_steps):

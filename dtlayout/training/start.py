@@ -13,7 +13,7 @@ from dtlayout.base.signals import StopRequest
 from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.nodes import prepare_on_node
-from dtlayout.data.samples import Samples, open_samples
+from dtlayout.data.samples import Samples, open_samples, refuse_untaught
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_full_disk, refuse_hopeless
 from dtlayout.spec.device import Device, check_formats, find_host_bytes
 from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
@@ -80,7 +80,9 @@ def open_data(config: Config, data: DataConfig, store: dist.Store, what: str, *,
     folders = [
         prepare_on_node(each, store, f"{what}/{i}", partial(finish, each)) for i, each in enumerate(data.sources)
     ]
-    return open_samples(data, folders, vocab_size, batch, seed=seed)
+    samples = open_samples(data, folders, vocab_size, batch, seed=seed)
+    refuse_untaught(samples)
+    return samples
 
 
 def open_held_out(config: Config, store: dist.Store) -> dict[str, Samples]:

@@ -66,9 +66,16 @@ def test_a_run_starts_with_the_weights_of_another_ones_newest_whole_step_or_of_t
     assert f"train.init_from='{newest}' is damaged: tensors/" in capsys.readouterr().err
     assert start(*again, f"--train.init_from={files.run}") == 0  # the one before is whole
     assert f"weights of {first}, without its optimizer" in capsys.readouterr().out
+    assert start(*again, f"--train.init_from={first}", "--train.steps=2") == 0
+    counted = (
+        f"note: train.init_from was {files.run} when {again[1].partition('=')[2]}/checkpoints/step-00000001 was saved"
+    )
+    assert f"{counted} and is {first}, which is not read: the run goes on" in (said := capsys.readouterr().out), said
+    assert main(["check", str(config), *again[1:], f"--train.init_from={files.run}", "--world", "1"]) == 0
+    assert f"note: train.init_from was {first} when " in capsys.readouterr().out
     # And it goes on by itself then, also where the first run is gone.
     shutil.rmtree(files.run)
-    assert start(config, f"--train.run_folder={files.run}-again", "--train.steps=2", "--model.name=tiny",
+    assert start(config, f"--train.run_folder={files.run}-again", "--train.steps=3", "--model.name=tiny",
                  *_sizes(again[1].partition("=")[2])) == 0  # fmt: skip
 
 

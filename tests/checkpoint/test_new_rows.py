@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import read_model
 from dtlayout.cli import main
+from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import load_config
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import PRESETS
@@ -95,7 +96,8 @@ def test_tokens_that_were_added_to_the_tokenizer_have_rows_and_a_resume_keeps_th
     num_ids = tokenizer.get_vocab_size()
     assert num_ids % 2 == 1
     still = ("--optimizer.lr=1e-30", f"--train.new_rows={new_rows}")
-    place = run("new", 2, folder, "--layout.tp=2", "--train.steps=1", *still)
+    degrees = (2, 1) if new_rows == "mean" else (1, 2)
+    place = run("new", degrees[0], folder, f"--layout.tp={degrees[0]}", "--train.steps=1", *still)
     how = "the mean of the others" if new_rows == "mean" else "drawn as first weights are"
     said = f"{folder} has {num_before} rows of embedding and head: {num_ids - num_before} for more tokens are {how}\n"
     assert said in run.log.read_text()
@@ -109,10 +111,16 @@ def test_tokens_that_were_added_to_the_tokenizer_have_rows_and_a_resume_keeps_th
             assert 0.01 < added.std() < 0.04 and not torch.equal(added[0], added[1])
     exported = AutoModelForCausalLM.from_pretrained(place / "hf")
     assert exported.get_input_embeddings().weight.shape[0] == num_ids == exported.config.vocab_size
-    run("new", 1, folder, "--layout.tp=1", "--train.steps=2", *still)
-    assert "note: the layout was tp2+sp mb2 zero1 when this was saved and is " in run.log.read_text()
+    run("new", degrees[1], folder, f"--layout.tp={degrees[1]}", "--train.steps=2", *still)
+    said = run.log.read_text()
+    assert f"note: the layout was {'tp2+sp mb2 zero1' if degrees[0] == 2 else '1 rank mb2 zero1'} when this was" in said
+    counted = (
+        f"embedding and head had {num_ids} rows when this was saved and have {num_ids + 1}, so that tp divides them"
+    )
+    assert (f"note: {counted}: 1 row is no token\n" in said) == (degrees == (1, 2))
     assert (shape := read_model(find_checkpoint(place))).vocab_size == num_ids + 1 and shape.unused_rows == 1
-    assert read(place / "hf")[ENDS[0]].shape[0] == num_ids
+    again = read(place / "hf")
+    assert all(torch.equal(again[name], weight) for name, weight in after.items())
 
 
 def test_rows_are_decided_by_tokenizer_and_tp_and_not_where_the_config_says_them(run, tmp_path):
@@ -131,6 +139,30 @@ def test_rows_are_decided_by_tokenizer_and_tp_and_not_where_the_config_says_them
     assert sizes(f"--train.init_from={small}", "--layout.tp=2") == (200, 0)  # no tokenizer is named
     assert sizes(f"--train.init_from={small}", "--data.tokenizer=bytes", "--layout.tp=2") == (258, 1)
 
+    begun, asked = tmp_path / "begun", [f"--model.name={folder}", f"--train.run_folder={tmp_path / 'begun'}"]
+    assert main(["convert", str(folder), str(begun)]) == 0
+    begin = ["--train.init_from=", *asked]
+    assert sizes(*begin) == (261, 0) and sizes(*begin, "--layout.tp=4") == (264, 3)
+    assert sizes(*begin, "--model.vocab_size=261", "--layout.tp=2") == (262, 1)  # as a run's own config says it
+    assert sizes(*begin, "--model.vocab_size=300", "--layout.tp=2") == (300, 0)
+    assert sizes(f"--train.init_from={begun}", "--layout.tp=2") == (262, 1)
+    config = load_config(run.config, [f"--train.init_from={begun}", "--layout.tp=2"])
+    assert check_layout(config, 2).tp == 2
+
+
+def test_a_folder_that_becomes_a_run_has_a_row_for_each_token(tmp_path, capsys):
+    folder = save_words(tmp_path / "words", ["</s>"])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    save_llama(folder, num_before := tokenizer.get_vocab_size() - 2)
+    assert main(["convert", str(folder), str(tmp_path / "run")]) == 0
+    said = f"note: {folder} has {num_before} rows of embedding and head: 2 for more tokens are the mean of the others\n"
+    assert said in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "float32"]) == 0
+    before, after = read(folder), read(tmp_path / "out")
+    for name in ENDS:
+        assert after[name].shape[0] == num_before + 2 and torch.equal(after[name][:num_before], before[name])
+        torch.testing.assert_close(after[name][num_before:], before[name].mean(0).expand(2, -1))
+
 
 def test_check_says_new_rows_and_how_much_an_adapter_trains(run, tmp_path, capsys):
     folder = save_words(tmp_path / "words", ["</s>"])
@@ -142,7 +174,12 @@ def test_check_says_new_rows_and_how_much_an_adapter_trains(run, tmp_path, capsy
     said = capsys.readouterr().out
     first = f"note: {folder} has {num_ids - 3 - num_ids % 2} rows of embedding and head: {3 + num_ids % 2} for more"
     assert first in said and ("are no tokens, so that tp divides them" in said) == bool(num_ids % 2)
-    assert " trained, " not in said
+    assert " trained, " not in said and "optimizer.lr=" not in said
+    assert main(["check", *asked, "--layout.tp=2", "--optimizer.lr=3e-4"]) == 0
+    rate = (
+        "note: optimizer.lr=0.0003 is the default, for a model that has learnt nothing, and optimizer.warmup_steps is 0"
+    )
+    assert rate in (said := capsys.readouterr().out) and "1e-5 to 2e-5" in said
     save_llama(folder, num_ids)
     assert main(["check", *asked, "--adapter.rank=2", "--adapter.targets=['q_proj']"]) == 0
     trained, width = 2 * 2 * (32 + 32), 32  # two blocks, two matrices of rank 2
@@ -198,6 +235,14 @@ def test_beside_an_adapter_more_rows_than_the_folder_has_are_refused_and_a_resiz
     assert (
         f"model.vocab_size={num_ids + 1}, {advice.format(num_ids + 1)}" in said and said.count("no rows are added") == 1
     )
+
+    saved = save_llama(tmp_path / "odd", 261)
+    said = refuse(f"--train.init_from={saved}", "--layout.tp=2")
+    assert "tp=2 does not divide vocab_size=261; use tp=1" in said
+    assert (
+        "beside [adapter] no rows fill up vocab_size=261 for tp=2; resize the frozen model, by transformers: " in said
+    )
+    assert "model.resize_token_embeddings(261, pad_to_multiple_of=8), and save_pretrained to a new folder" in said
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(num_ids, pad_to_multiple_of=8)

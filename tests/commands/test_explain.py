@@ -317,7 +317,7 @@ def test_two_numbers_of_ranks_are_refused(files, capsys, verb):
     with pytest.raises(SystemExit) as ended:
         main([verb, str(files.config), *others, "--gpus", "64", "--world", "8"])
     assert ended.value.code == 2
-    problem = "--world and --gpus are one number, and here are 64 and 8: say one of them"
+    problem = "--world and --gpus mean one number, and here are 64 and 8: say one of them, once"
     assert capsys.readouterr().err.endswith(f"{problem}\n")
 
 

@@ -162,6 +162,17 @@ def test_a_vocabulary_too_small_for_bytes_asks_for_a_tokenizer(capsys, tmp_path)
     assert "Bytes need 257 ids, the model has 64" in path.read_text()
 
 
+def test_an_adapter_of_a_preset_asks_for_the_weights_beside_it(capsys, tmp_path):
+    path = tmp_path / "lora.toml"
+    asked = ["--gpu", "h100", "--gpus", "1", "--seq-len", "1024", "--global-batch", "8", "--adapter", "lora"]
+    assert main(["recommend", "--model", "llama3.2-1b", *asked, "--emit", str(path)]) == 0
+    kernels = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Kernels of 1: "))
+    assert "experts" not in kernels
+    random = "note: the frozen model beside [adapter] is drawn at random; train.init_from names its weights"
+    assert main(["check", str(path), "--world", "1"]) == 0 and random in capsys.readouterr().out
+    assert '# init_from = "FOLDER"' in path.read_text()
+
+
 def test_an_own_model_is_emitted_with_all_sizes(capsys, tmp_path):
     hf, path = tmp_path / "config.json", tmp_path / "best.toml"
     hf.write_text(json.dumps(HF))

@@ -12,7 +12,7 @@ import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
 from dtlayout.cli import main
-from dtlayout.commands.train import run_ranks
+from dtlayout.commands.train import _describe_kill, run_ranks
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 
@@ -52,9 +52,9 @@ def test_one_rank_is_this_process_and_a_whole_layout_says_the_ranks(files, monke
     monkeypatch.setattr(os, "execv", lambda path, command: started.append(command))
     monkeypatch.setattr("dtlayout.commands.train.run_ranks", lambda *rest: started.append(rest) or 0)
     assert main(["train", str(files.config), "--layout.dp_shard=2"]) == 0
-    ((program, num_ranks, max_restarts),) = started
+    ((program, num_ranks, max_restarts, run_folder),) = started
     assert program[-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=2"]
-    assert (num_ranks, max_restarts) == (2, 0)
+    assert (num_ranks, max_restarts, run_folder) == (2, 0, files.run)
     assert main(["train", str(files.config), "--layout.dp_shard=1"]) == 0
     assert started[1][-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=1"]
 
@@ -79,6 +79,22 @@ def test_ranks_answer_at_once_and_finish_their_step_at_ctrl_c(files):
     assert ended.split()[2] in re.findall(r"\d+", finishing)
     assert lines[-1].startswith("└"), "our own table is the last"
     assert "Traceback" not in "\n".join(lines)
+
+
+def test_what_a_kill_loses_is_said(tmp_path):
+    assert _describe_kill(tmp_path) == "killed: no checkpoint is there, so that all steps are lost"
+    for step in (3, 12):
+        (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    newest = tmp_path / "checkpoints" / "step-00000012"
+    said = f"killed: the newest checkpoint is {newest}, and what came after its 12 steps is lost"
+    assert _describe_kill(tmp_path) == said
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_ranks_start(files, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["train", str(files.config), "--ranks", "2", "--train.device=cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "train.device='cuda', but torch finds no CUDA device here" in said and "starting" not in said
 
 
 WAITS = """

@@ -63,10 +63,10 @@ def test_an_adapter_and_a_quantized_base_are_refused_where_they_cannot_be():
             config_with({}, adapter=lora, layout=overlapped),
         "precision.base=nf4 stores frozen weights, and without [adapter] all are trained; use base=compute, or "
         "[adapter]": config_with({}, precision={"base": "nf4"}),
-        "precision.base=int8 stores blocks of 64, and a row of mlp.down_proj has 96 elements on 2 ranks of tp; use "
-        "base=compute": config_with({"ffn_size": 96}, adapter=lora, precision={"base": "int8"}, layout={"tp": 2}),
-        "precision.base=nf4 stores blocks of 64, and a row of self_attn.o_proj has 192 elements on 2 ranks of tp; use "
-        "tp=1": config_with(
+        "precision.base=int8 stores blocks of 64, and a row of mlp.down_proj has 48 elements on each of 2 ranks of tp; "
+        "use base=compute": config_with({"ffn_size": 96}, adapter=lora, precision={"base": "int8"}, layout={"tp": 2}),
+        "precision.base=nf4 stores blocks of 64, and a row of self_attn.o_proj has 96 elements on each of 2 ranks of "
+        "tp; use tp=1": config_with(
             wide | {"ffn_size": 128}, adapter=lora, precision={"base": "nf4"}, layout={"tp": 2}
         ),
     }  # fmt: skip

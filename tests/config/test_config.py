@@ -18,6 +18,7 @@ from tiny import ROOT, SHAPE
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import find_path_problem
+from dtlayout.base.synonyms import MEANT
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config, load_plan, parse_config
@@ -26,6 +27,7 @@ from dtlayout.config.sections import CheckpointConfig, ClusterConfig, DataConfig
 from dtlayout.models.files import find_model
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec import layout
+from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import known_gpus
 from dtlayout.spec.kernel_table import KERNELS
@@ -103,6 +105,19 @@ def test_an_unknown_section_names_the_nearest():
     assert problems_of({**TABLES, **wrong}) == [
         f"{section[1:]} is unknown; did you mean {section}?" for section in SECTIONS
     ]
+
+
+def test_a_name_of_another_program_leads_to_ours():
+    ours = {*SECTIONS, "adapter", *(f"adapter.{f.name}" for f in fields(Adapter))}
+    ours |= {f"{section}.{key}" for section, key in KEYS}
+    assert {*MEANT.values()} <= ours and not {*MEANT} & ours
+    assert sorted(problems_of(tables(optimizer={"learning_rate": 1.0}, train={"learning_rate": 1.0}))) == [
+        "optimizer.learning_rate is unknown; did you mean optimizer.lr?",
+        "train.learning_rate is unknown; did you mean optimizer.lr?",
+    ]
+    assert problems_of({**TABLES, "lora": {"rank": 2}}) == ["lora is unknown; did you mean adapter?"]
+    (line,) = problems_of({**TABLES, "xyzzy": {}})
+    assert line.startswith("xyzzy is unknown; known: ") and line.endswith(", adapter")
 
 
 @settings(deadline=None, max_examples=20)

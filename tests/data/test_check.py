@@ -122,6 +122,10 @@ CASES = {
     "a template that is none": ((*CHATS[:2], "--data.chat_template=FOLDER/wrong.jinja"), "is not Jinja"),
     "a template that refuses": ((*CHATS[:2], "--data.chat_template=FOLDER/raising.jinja"), "cannot write this conv"),
     "conversations without an answer": (("--data.source=FOLDER/questions.jsonl", *CHATS[1:]), "holds no answer"),
+    "answers behind each sample": (
+        ("--data.source=FOLDER/talks.jsonl", *CHATS[1:], "--data.samples=padded", "--batch.seq_len=2"),
+        "talks.jsonl has a target: the answers lie behind batch.seq_len=2, where a conversation is cut",
+    ),
     "messages without a role": (("--data.source=FOLDER/roleless.jsonl", *CHATS[1:]), "has no role"),
     "text as conversations": (("--data.source=FOLDER/texts.jsonl", *CHATS[1:]), "there is no field 'messages'"),
     "a source that is too small a share": (

@@ -86,7 +86,7 @@ def test_what_is_read_is_said_on_stderr_where_it_takes_some_time(show, monkeypat
     assert capsys.readouterr().err == ""
 
 
-def test_marks_of_the_template_that_the_tokenizer_does_not_know_are_named(show, tmp_path, write_tokenizer):
+def test_marks_of_the_template_that_the_tokenizer_does_not_know_are_named(show, tmp_path, write_tokenizer, capsys):
     (tmp_path / "t.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }} <|im_end|>{% endfor %}"
     )
@@ -100,6 +100,34 @@ def test_marks_of_the_template_that_the_tokenizer_does_not_know_are_named(show, 
     known = write_tokenizer(words=(*words, "<|im_start|>"), special=("</s>", "<|im_end|>", "<|im_start|>"))
     assert "note: tokenizer" not in show("--data.samples=padded", f"--data.tokenizer={known}")
     assert "note: tokenizer" not in show(keys=())
+    (tmp_path / "t.jinja").write_text(  # no mark is spelt in it, and it takes no system prompt
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "{{ '<|' + m.role + '|>' }} {{ m.content }}</s>{% endfor %}"
+    )
+    said = "tokenizer.json has no token <|user|>, <|assistant|>, which the chat template writes"
+    assert said in show("--data.samples=padded", named)
+    chat = write_tokenizer(words=(*words, "<|eot|>"), special=("</s>", "<|eot|>"))
+    (chat.parent / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
+    ends = "note: a conversation ends with </s>, behind the tokenizer's eos_token <|eot|> where the template writes"
+    assert ends in show("--data.samples=padded", f"--data.tokenizer={chat}")
+    assert ends not in show("--data.samples=padded", f"--data.tokenizer={chat}", "--data.end_of_document=<|eot|>")
+    (chat.parent / "tokenizer_config.json").unlink()
+    named = f"--data.tokenizer={write_tokenizer(words=words, special=('</s>', '<|im_end|>'))}"
+    talks = (f"--data.source={tmp_path / 'talks.jsonl'}", f"--data.chat_template={tmp_path / 't.jinja'}")
+    asked = ["check", str(tmp_path / "tiny.toml"), "--world=1", *talks, "--data.messages_field=messages", named]
+    assert main([*asked, "--data"]) == 0 and said in capsys.readouterr().out
+    assert main(asked) == 0 and said not in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_a_run_that_is_there_is_said(show, tmp_path, write_tokenizer):
+    path = write_tokenizer(words=("<unk>", "</s>"), special=("</s>",))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text(f"[data]\ntokenizer = '{path}'\n")
+    said = f"note: {tmp_path / 'run'} has a checkpoint, so the run there goes on, with its own tokenizer: {path};"
+    assert said in show(keys=())
+    checkpoint.rmdir()
+    assert "goes on" not in show(keys=())
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from dtlayout.spec.adapter import Adapter
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
+SHALLOW = replace(SHAPE, num_layers=2)
+"""Blocks have adapters of their own, and a layout with more stages gets more blocks."""
 LORA, IA3 = Adapter(rank=3), Adapter(method="ia3")
 SOME = Adapter(rank=2, alpha=7.0, rslora=True, targets=("q_proj", "o_proj", "up_proj"))
 ALL_SCALED = Adapter(
@@ -56,11 +58,11 @@ LAYOUTS = {
     "offloaded": Layout(dp_shard=2, tp=2, zero=3, offload="both", recompute="selective"),
 }  # fmt: skip
 MODELS = {
-    "lora": replace(SHAPE, adapter=LORA),
-    "lora of some": replace(TIED, adapter=SOME),
-    "lora beside biases": replace(QWEN2, adapter=LORA),
-    "ia3": replace(SHAPE, adapter=IA3),
-    "ia3 everywhere": replace(QWEN2, qkv_bias=True, adapter=ALL_SCALED),
+    "lora": replace(SHALLOW, adapter=LORA),
+    "lora of some": replace(TIED, num_layers=2, adapter=SOME),
+    "lora beside biases": replace(QWEN2, num_layers=2, adapter=LORA),
+    "ia3": replace(SHALLOW, adapter=IA3),
+    "ia3 everywhere": replace(QWEN2, num_layers=2, adapter=ALL_SCALED),
 }
 SELDOM = (
     "zero 1", "tp alone", "tp and cp", "pp", "pp and tp", "split backwards of copies", "split backwards in a V",
@@ -112,7 +114,7 @@ def test_adapters_beside_frozen_experts_are_exact(ranks4: Ranks, layout: Layout)
 
 
 WIDE = ModelShape(
-    name="wide", hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=128, vocab_size=88, adapter=LORA
+    name="wide", hidden_size=128, num_layers=2, num_heads=8, num_kv_heads=4, ffn_size=128, vocab_size=88, adapter=LORA
 )
 """With matrices of which tp = 2 splits rows between blocks of 64."""
 

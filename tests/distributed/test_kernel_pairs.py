@@ -1,5 +1,6 @@
 """Every pair of values of the axes that a user chooses from is exact, or refused for a reason that is true."""
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
@@ -68,8 +69,13 @@ def cover_pairs() -> Iterator[dict[str, Any]]:
 def to_case(choice: dict[str, Any]) -> Case:
     degrees = {name: choice[name] for name in ("recompute", "zero", "pp", "tp")}
     layout = Layout(dp_shard=4 // (choice["pp"] * choice["tp"]), **degrees)
-    model = replace(SHAPE, num_layers=max(3, layout.pp))
+    model = replace(SHAPE, num_layers=max(2, layout.pp))
     return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}), model=model)
+
+
+def shorten(case: Case) -> Case:
+    """The case with two blocks, or one a stage, unless it needs more than torch compiles one by one."""
+    return replace(case, model=replace(case.model, num_layers=2)) if case.model.num_layers < 9 else case
 
 
 CASES = list(cover_pairs())
@@ -112,6 +118,9 @@ WITH_DOCUMENTS = [
     Case(Layout(dp_shard=2, cp=2, recompute="selective"), kernels=Kernels(compile="blocks"), documents=True),
 ]
 
+SINGLE = {name: shorten(case) for name, case in SINGLE.items()}
+WITH_DOCUMENTS = [*map(shorten, WITH_DOCUMENTS)]
+
 
 @pytest.mark.parametrize(
     "case",
@@ -146,6 +155,15 @@ def run_compiled(case: Case) -> Any:
         limits = {"recompile_limit": 2, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(**limits), compiling_with("aot_eager"):
         return run_layout(case)
+
+
+def find_failure(case: Case) -> str:
+    """What a rank says as it fails, so that the pool lives on; empty if it does not."""
+    try:
+        run_compiled(case)
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
 def test_all_pairs_are_there_but_those_that_are_refused_and_those_of_too_many_ranks():
@@ -184,7 +202,5 @@ def test_what_torch_compile_fails_on_is_refused(reason: str) -> None:
 @pytest.mark.parametrize(("recompute", "compile"), REFUSED.values())
 def test_what_is_refused_fails(ranks4: Ranks, recompute: str, compile: Compile) -> None:
     """When this fails, torch has learnt it: take the refusal away."""
-    with pytest.raises(AssertionError, match="DeviceMesh"):
-        ranks4.run(
-            run_compiled, Case(Layout(tp=4, recompute=recompute), kernels=Kernels(compile=compile)), timeout_s=120
-        )
+    case = shorten(Case(Layout(tp=4, recompute=recompute), kernels=Kernels(compile=compile)))
+    assert all("DeviceMesh" in said for said in ranks4.run(find_failure, case, timeout_s=120))

@@ -14,6 +14,7 @@ from parity import (
     SHAPE,
     Case,
     Outcome,
+    Share,
     build_step,
     compiling_with,
     local_rows,
@@ -37,9 +38,9 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.precision import Precision
 
 FORMATS = ["fp8-tensorwise", "fp8-rowwise"]
-WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=4)
+WIDE = replace(SHAPE, hidden_size=64, ffn_size=96, num_layers=2)
 BIASED = replace(WIDE, family="qwen2", qkv_bias=True)
-MIXED = replace(BALANCED, hidden_size=64, ffn_size=96, experts=replace(BALANCED.experts, ffn_size=32))
+MIXED = replace(BALANCED, hidden_size=64, ffn_size=96, num_layers=2, experts=replace(BALANCED.experts, ffn_size=32))
 SPLIT = {
     "tp": Layout(dp_shard=2, tp=2, sequence_parallel=False),
     "tp with sequence parallelism": Layout(dp_shard=2, tp=2, recompute="full"),
@@ -61,7 +62,7 @@ def case_of(layout: Layout, name: str, **changes: Any) -> Case:
     return replace(Case(layout, model=WIDE, precision=Precision(matmuls=name), global_batch=8), **changes)
 
 
-def run_compiled(case: Case) -> tuple[Outcome | None, int, int]:
+def run_compiled(case: Case) -> tuple[Share, int, int]:
     """The step, with graphs and breaks of torch.compile."""
     torch._dynamo.reset()
     counters.clear()
@@ -70,13 +71,13 @@ def run_compiled(case: Case) -> tuple[Outcome | None, int, int]:
     return outcome, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def gather_in_bf16(case: Case) -> Outcome | None:
+def gather_in_bf16(case: Case) -> Share:
     """The step, with tensors gathered before they are cast."""
     with mock.patch("dtlayout.plans.plan.gathers_cast", return_value=False):
         return run_layout(case)
 
 
-def gather_weights_in_bf16(case: Case) -> Outcome | None:
+def gather_weights_in_bf16(case: Case) -> Share:
     """The step, with weights gathered before they are cast."""
     with mock.patch("dtlayout.plans.plan.gathers_scaled", return_value=False):
         return run_layout(case)
@@ -93,7 +94,7 @@ def multiply_one_by_one(
     return torch.cat([multiply[name](part, matrix) if len(part) else part @ matrix.t() for part, matrix in parts])
 
 
-def run_one_by_one(case: Case) -> Outcome | None:
+def run_one_by_one(case: Case) -> Share:
     with mock.patch.object(StackedLinear, "multiply", staticmethod(multiply_one_by_one)):
         return run_layout(case)
 

@@ -1,6 +1,8 @@
 """Models that nobody described train under layouts as transformers' own model does on one process."""
 
 import json
+from collections.abc import Callable
+from functools import cache as cache_calls
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,12 @@ def make_small(family: str, folder: Path) -> ModelShape:
     return trace_model(config, folder / "config.json", folder / f"{family}.json")
 
 
+@pytest.fixture(scope="module")
+def smalls(tmp_path_factory) -> Callable[[str], ModelShape]:
+    """A family's small model, traced once for all tests."""
+    return cache_calls(lambda family: make_small(family, tmp_path_factory.mktemp(family)))
+
+
 def find_axes(small: ModelShape) -> list[str]:
     """Axes over which a model is split."""
     whole = read_trace(small.trace).whole
@@ -94,15 +102,15 @@ def find_other_initial_weights(small: ModelShape, axes: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
-def test_initial_weights_have_the_same_bits_in_every_layout(ranks, family, tmp_path):
-    small = make_small(family, tmp_path)
+def test_initial_weights_have_the_same_bits_in_every_layout(ranks, family, smalls):
+    small = smalls(family)
     axes = find_axes(small)
     assert ranks.run(find_other_initial_weights, small, axes, timeout_s=120) == [[]] * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_path):
-    small = make_small(family, tmp_path)
+def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, smalls):
+    small = smalls(family)
     axes = find_axes(small)
     assert len(axes) == FAMILIES[family]
     for found in ranks.run(find_differences, small, axes, timeout_s=120):
@@ -110,8 +118,8 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, family, tmp_pat
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_parts_of_sequences_split_backwards_and_documents_are_those_of_one_process(ranks, family, tmp_path):
-    small = make_small(family, tmp_path)
+def test_parts_of_sequences_split_backwards_and_documents_are_those_of_one_process(ranks, family, smalls):
+    small = smalls(family)
     assert not read_trace(small.trace).whole.keys() & {*OTHERS[family]}
     methods = [each.cp_method for each in find_layouts("cp", small)]
     assert methods == (["all-to-all"] if family in ("gemma2", "youtu") else ["ring", "all-to-all"])
@@ -128,8 +136,8 @@ def compare_beside(small: ModelShape) -> list[float]:
         return [prove.compare(small, layout, expected, prove.make_starts()) for layout in (tp, pp)]
 
 
-def test_cp_goes_with_tp_pp_offload_split_backwards_and_documents(ranks, tmp_path):
-    for found in ranks.run(compare_beside, make_small("gpt_neox", tmp_path), timeout_s=120):
+def test_cp_goes_with_tp_pp_offload_split_backwards_and_documents(ranks, smalls):
+    for found in ranks.run(compare_beside, smalls("gpt_neox"), timeout_s=120):
         assert max(found) < TOLERANCE
 
 
@@ -144,8 +152,8 @@ def compare_without_positions(small: ModelShape) -> float:
         OwnPositions.find = held
 
 
-def test_wrong_positions_are_seen(ranks, tmp_path):
-    assert max(ranks.run(compare_without_positions, make_small("gpt_neox", tmp_path), timeout_s=120)) > 1e-3
+def test_wrong_positions_are_seen(ranks, smalls):
+    assert max(ranks.run(compare_without_positions, smalls("gpt_neox"), timeout_s=120)) > 1e-3
 
 
 def test_a_wrong_split_is_seen(ranks, tmp_path):
@@ -195,8 +203,8 @@ def test_a_run_needs_a_proof_of_its_axes_and_train_force_goes_without(tmp_path, 
     assert main(["check", str(config), "--world", "2", "--layout.tp=2", "--layout.pp=1"]) == 2
 
 
-def test_a_proof_belongs_to_one_config_and_a_described_model_needs_none(tmp_path):
-    first, second = (make_small(family, tmp_path) for family in ("gpt_neox", "phi"))
+def test_a_proof_belongs_to_one_config_and_a_described_model_needs_none(smalls):
+    first, second = (smalls(family) for family in ("gpt_neox", "phi"))
     layout = Layout(pp=2, tp=2, dp_shard=2)
     assert find_unproven(first, layout) == ["fsdp", "pp", "tp", "sequence_parallel"]
     write_proof(first, {"fsdp": 1e-15, "pp": 1e-15})

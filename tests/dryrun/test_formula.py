@@ -1,7 +1,7 @@
 """The formulas of memory and time, and the messages of theory, against dry runs of models that people train.
 
-A change that holds more or sends more by accident fails here. As many microbatches as fill the pipeline, for speed;
-whole steps, and five more runs, are in benchmarks/dryrun.py.
+A change that holds more or sends more by accident fails here. As many microbatches as fill the pipeline, and few of
+the blocks, for speed; whole steps of whole models, and five more runs, are in benchmarks/dryrun.py.
 """
 
 from collections import Counter
@@ -31,7 +31,16 @@ STUDY_13B, LLAMA_8B, LLAMA_70B = (
 )
 
 
-@pytest.mark.parametrize("subject", [STUDY_13B, LLAMA_8B, LLAMA_70B], ids=lambda subject: subject.model)
+def shorten(subject: Subject) -> Subject:
+    """A subject with a first block, a last one and two between on each stage: what is between is the same in each."""
+    return replace(subject, changes=(*subject.changes, ("num_layers", 4 * subject.layout.pp)))
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [*map(shorten, (STUDY_13B, LLAMA_8B, LLAMA_70B)), *map(thorough, (STUDY_13B, LLAMA_8B, LLAMA_70B))],
+    ids=lambda subject: f"{subject.model} {subject.config.model.num_layers}",
+)
 def test_the_formulas_agree_and_messages_are_those_of_theory(subject: Subject) -> None:
     config, layout, gpu = subject.config, subject.layout, find_gpu(subject.gpu)
     estimate = predict(config, layout, gpu)
@@ -96,9 +105,9 @@ def test_each_action_of_a_step_holds_what_the_formula_says(
 ) -> None:
     """Forwards too, whose peaks are those of a step in few layouts."""
     short = ("num_layers", max(4, layout.num_stages)), ("vocab_size", 32_000), ("adapter", adapter)
-    check_actions(
-        Subject("llama3.1-8b", "h100-80g-sxm", 4096, 6 * layout.micro_batch * layout.dp, layout, short), matmuls
-    )
+    num_microbatches = {1: 3, 2: 4, 4: 6}[layout.pp]  # a first, a last and some between
+    batch = num_microbatches * layout.micro_batch * layout.dp
+    check_actions(Subject("llama3.1-8b", "h100-80g-sxm", 4096, batch, layout, short), matmuls)
 
 
 WIDE_EXPERTS = (

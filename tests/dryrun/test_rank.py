@@ -82,6 +82,11 @@ CASES = [
     Case(Layout(dp_shard=2, tp=2, ep=2, zero=3), precision=TENSORWISE, model=WIDE_MIXTURE),
     Case(Layout(dp_shard=4, recompute="selective"), precision=ROWWISE, model=replace(WIDE, adapter=None)),
 ]
+CASES = [
+    case if case.model.experts else replace(case, model=replace(case.model, num_layers=2 * case.layout.num_stages))
+    for case in CASES
+]
+"""With a first and a last block a stage; with experts four, since small messages weigh more in fewer."""
 CASES = [case for case in CASES if TAKES_CODES or case.precision.base == "compute"]
 STOOD_FOR = (
     Layout(cp=2, tp=2, ep=4, recompute="selective"),

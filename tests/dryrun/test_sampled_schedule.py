@@ -24,14 +24,14 @@ CASES = [
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="full"), model=DEEP, precision=BF16),
     Case(Layout(dp_shard=4, zero=3, recompute="every-2"), model=DEEPER, precision=BF16),
     Case(Layout(dp_shard=4, zero=3, recompute="2-of-3"), model=DEEPER, precision=BF16),
-    Case(Layout(pp=2, dp_shard=2), model=DEEPER, precision=BF16),
+    Case(Layout(pp=2, dp_shard=2), model=replace(SHAPE, num_layers=20), precision=BF16),
     Case(
         Layout(pp=2, dp_shard=2, zero=2, schedule="interleaved-1f1b", virtual_stages=2),
         model=replace(SHAPE, num_layers=40), precision=BF16,
     ),
-    Case(replace(INTERLEAVED, tp=2, zero=3, dp_shard=2), model=DEEP, precision=BF16, global_batch=16),
+    Case(replace(INTERLEAVED, tp=2, zero=3, dp_shard=2), model=DEEP, precision=BF16, global_batch=8),
     Case(replace(INTERLEAVED, recompute="selective", zero=1), model=WIDE_HEAD, precision=BF16, global_batch=8),
-    Case(Layout(pp=2, dp_shard=2, zero=2, schedule="gpipe"), model=WIDE_HEAD, precision=BF16, global_batch=32),
+    Case(Layout(pp=2, dp_shard=2, zero=2, schedule="gpipe"), model=WIDE_HEAD, precision=BF16, global_batch=16),
     Case(Layout(pp=2, dp_shard=2, schedule="zb-v", virtual_stages=2), model=DEEP, precision=BF16, global_batch=24),
     Case(Layout(pp=4, schedule="zb-h1", zero=1), model=DEEP, precision=BF16, global_batch=12),
 ]  # fmt: skip
@@ -96,7 +96,7 @@ def not_of_a_few(sample: SampledSchedule, runs: Sequence[ActionMemory]) -> int |
 
 @pytest.mark.parametrize("found", [peak_of_step, not_of_a_few], ids=["of a few", "of all"])
 def test_where_a_few_actions_do_not_say_the_peak_all_are_executed(found, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(Layout(pp=2, schedule="gpipe"), model=DEEP, precision=BF16, global_batch=8)
+    case = Case(Layout(pp=2, schedule="gpipe"), model=replace(SHAPE, num_layers=4), precision=BF16, global_batch=8)
     sample = sample_schedule(case.model, case.batch, case.layout, 1)
     assert len(sample.kinds) < len(sample.of_whole) and sample.shortened is None
     monkeypatch.setattr("dtlayout.dryrun.ranks.peak_of_step", found)

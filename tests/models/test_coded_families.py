@@ -39,6 +39,11 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "layernorm_epsilon": 1e-05, "original_rope": True, "post_layer_norm": True, "seq_length": 8192,
         "vocab_size": 65_024,
     }),
+    "glm-4-9b": (9_399_951_360, {
+        "model_type": "chatglm", "hidden_size": 4096, "ffn_hidden_size": 13_696, "num_attention_heads": 32,
+        "num_layers": 40, "padded_vocab_size": 151_552, "kv_channels": 128, "multi_query_attention": True,
+        "multi_query_group_num": 2, "add_qkv_bias": True, "rope_ratio": 500, "layernorm_epsilon": 1.5625e-07,
+    }),
     "deepseek-moe-16b": (16_375_728_128, {
         "model_type": "deepseek", **size(2048, 10_944, 16, 28, 102_400), "num_key_value_heads": 16,
         "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,

@@ -350,6 +350,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not known; it must have the first blocks"),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "dense_layers=2 leaves none of num_layers=2 blocks with experts"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 is not known"),
+    ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=False is not known; True is"),
     ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not known"),
     ("qwen3_moe", {**OFF, "max_window_layers": 2}, "sliding_window=128 is on in blocks from 0 on; use use_slid"),
     ("dots1", {}, "n_routed_experts is missing"),
@@ -412,6 +413,7 @@ HARMLESS = {
     "is_llama_config": True, "quantization_config": None, "residual_multiplier": 1.0, "num_experts": 0,
     "_attn_implementation": "sdpa", "tokenizer_class": "LlamaTokenizer", "use_cache": True, "layer_types": None,
     "transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048, "dtype": "bfloat16",
+    "_from_model_config": True, "context_window_size": 2048, "prefill_chunk_size": 2048,
 }  # fmt: skip
 
 

@@ -98,6 +98,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("exaone4", {"sliding_window_pattern": 3}),
     ("exaone_moe", {**OF_EXPERTS, **MIXED, "num_experts": 5, "num_shared_experts": 2}),
     ("minimax_m2", {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    ("minimax_m2", {"use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 4, "num_mtp_modules": 3}),
     ("mellum", {**OF_EXPERTS, "num_local_experts": 5, "head_dim": 12, "layer_types": KINDS}),
     ("phimoe", {"num_local_experts": 5, "num_experts_per_tok": 2, **BIASED}),
     ("hy_v3", {**OF_EXPERTS, **MIXED, "num_experts": 5, "num_shared_experts": 2, "head_dim": 12}),

@@ -9,12 +9,11 @@ from dtlayout.spec.layout import Layout
 
 
 def all_layouts(space: Space) -> Iterator[tuple[Layout, Kernels]]:
+    """Each layout is built once, whatever kernels it is with: most of the time of a walk is that of its checks."""
     for degrees in space.degrees:
         tp, pp, cp, ep, dp = degrees
-        for (schedule, v), micro_batch, method, sp, overlap, (
-            exchange,
-            dispatcher,
-        ), recompute, sharding, kernels in product(
+        shardings = [*space.shardings(degrees)]
+        for (schedule, v), micro_batch, method, sp, overlap, (exchange, dispatcher), recompute in product(
             space.orders(pp),
             space.micro_batches(cp),
             space.cp_methods(cp),
@@ -22,12 +21,13 @@ def all_layouts(space: Space) -> Iterator[tuple[Layout, Kernels]]:
             space.tp_overlap(tp),
             space.exchanges(ep, is_interleaved=True, recompute="none"),
             space.recompute,
-            space.shardings(degrees),
-            space.kernels,
         ):
             layout = Layout(
                 tp=tp, pp=pp, cp=cp, cp_method=method, ep=ep, dp_shard=dp, micro_batch=micro_batch, schedule=schedule,
                 virtual_stages=v, sequence_parallel=sp, tp_overlap=overlap, ep_overlap=exchange,
                 ep_dispatcher=dispatcher, recompute=recompute, **space.constant,
             )  # fmt: skip
-            yield sharding.of(layout), kernels
+            for sharding in shardings:
+                shared = sharding.of(layout)
+                for kernels in space.kernels:
+                    yield shared, kernels

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from memory_ranks import measure_peaks
-from parity import Case, Outcome, build_step, local_rows, local_starts, run_layout
+from parity import Case, Share, build_step, local_rows, local_starts, run_layout
 from recording import CollectiveRecorder
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
     from_ranks: list[int]
 
 
-def run_in_small_buckets(case: Case) -> Outcome | None:
+def run_in_small_buckets(case: Case) -> Share:
     """As `run_layout`, with as many matrices in a bucket as there are ranks."""
     with small_buckets():
         return run_layout(case)
@@ -50,7 +50,7 @@ def measure_small_buckets(case: Case, most_elements: int) -> list[int]:
         return measure_peaks(case)
 
 
-def run_by_shards(case: Case) -> Outcome | None:
+def run_by_shards(case: Case) -> Share:
     """As `run_layout`, with every tile made orthogonal for itself: another optimizer."""
 
     make_teams = muon._make_teams

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import gather, note_equal
+from checkpoint_ranks import gather
 from outside import V_GPIPE, registered
 from plugged import plugged_in
 from torch import Tensor
@@ -44,6 +44,7 @@ from dtlayout.training.batches import take_own
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.loss_scale import LossScale
 from dtlayout.training.optimizer import JointOptimizer, build_optimizer, set_learning_rate
+from dtlayout.training.result import StepResult
 from dtlayout.training.step import TrainStep
 
 SHAPE = ModelShape(
@@ -109,6 +110,24 @@ class Outcome:
     grad_norm: float
     gradients: dict[str, np.ndarray]
     parameters: dict[str, np.ndarray]
+
+
+class Part(NamedTuple):
+    """What a rank holds of a tensor: its places along each axis of the whole."""
+
+    size: tuple[int, ...]
+    places: tuple[np.ndarray, ...]
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of an outcome: parts of tensors, which `merge` puts together without a collective for each."""
+
+    numbers: tuple[float, float] | None
+    """Loss and gradient norm, of the first rank of a stage."""
+    gradients: dict[str, Part]
+    parameters: dict[str, Part]
 
 
 def make_tokens(batch: Batch, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -244,16 +263,16 @@ def _move_biases(model: Llama, parameters: dict[str, torch.nn.Parameter]) -> Non
             parameters[f"{name}.correction_bias"] += mixture.rules.bias_rate * (counts.mean() - counts).sign()
 
 
-def run_layout(case: Case) -> Outcome | None:
-    """The steps under a layout, on every rank at once; the whole tensors of each stage come from its first rank."""
+def run_layout(case: Case) -> Share:
+    """The steps under a layout, on every rank at once."""
     assembly, step = build_step(case)
-    gradients: dict[str, np.ndarray] = {}
+    gradients: dict[str, Part] = {}
 
     def keep_gradients(*_: object) -> None:
         gradients.clear()
         for name, parameter in named_parameters(assembly, case):
             if find_weight(case.model, name).trains:
-                note_equal(gradients, name, parameter.grad.full_tensor())
+                note_part(gradients, name, parameter.grad)
             elif isinstance(parameter, Tensor):
                 assert parameter.grad is None and parameter not in step.optimizer.state, f"{name} is frozen"
 
@@ -263,20 +282,51 @@ def run_layout(case: Case) -> Outcome | None:
         result = step(tokens, targets, local_starts(case), loss_scale=case.loss_scale)
     clipped = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))
     scale = (case.loss_scale or 1.0) if step.divides_in_update else clipped  # what they have been multiplied by
-    gradients = {name: gradient / scale for name, gradient in gradients.items()}
-    parameters: dict[str, np.ndarray] = {}
-    for name, parameter in named_parameters(assembly, case):
-        note_equal(parameters, name, gather_weight(parameter))
-    if any(assembly.mesh.get_coordinate()[1:]):
-        return None
-    return Outcome(result.loss, result.grad_norm, gradients, parameters)
+    scaled_back = {name: part._replace(values=part.values / scale) for name, part in gradients.items()}
+    return Share(find_numbers(assembly, result), scaled_back, take_weights(assembly, case))
 
 
-def gather_weight(weight: Tensor | QuantizedWeight) -> Tensor:
-    """The whole of a weight that ranks share; of a quantized one what its codes and scales stand for."""
-    if isinstance(weight, Tensor):
-        return gather(weight)
-    return QUANTIZERS[weight.format.name].dequantize(gather(weight.codes), gather(weight.scales))
+def find_numbers(assembly: Assembly, result: StepResult) -> tuple[float, float] | None:
+    """Loss and gradient norm of a step, if this rank is the first of its stage."""
+    return None if any(assembly.mesh.get_coordinate()[1:]) else (result.loss, result.grad_norm)
+
+
+def take_weights(assembly: Assembly, case: Case) -> dict[str, Part]:
+    """This rank's parts of weights by name; of a quantized one the whole of what its codes and scales stand for."""
+    found: dict[str, Part] = {}
+    for name, weight in named_parameters(assembly, case):
+        if isinstance(weight, QuantizedWeight):
+            weight = QUANTIZERS[weight.format.name].dequantize(gather(weight.codes), gather(weight.scales))
+        note_part(found, name, weight)
+    return found
+
+
+def note_part(found: dict[str, Part], name: str, tensor: Tensor) -> None:
+    """Add this rank's part of a tensor, of which two stages of the rank may have a copy each, to the bit the same."""
+    tensor = tensor.detach()
+    places = tuple(np.arange(n) for n in tensor.shape)
+    size, local = tuple(tensor.shape), tensor
+    if isinstance(tensor, DTensor):
+        assert not any(placement.is_partial() for placement in tensor.placements), name
+        places, local = _find_places(tensor), tensor.to_local()
+    assert tuple(map(len, places)) == tuple(local.shape), name
+    local = local.float() if local.dtype == torch.bfloat16 else local  # which numpy has not
+    values = local.clone().numpy()
+    part = found.setdefault(name, Part(size, places, values))
+    assert np.array_equal(part.values, values), f"{name} differs between two stages of a rank"
+
+
+def _find_places(tensor: DTensor) -> tuple[np.ndarray, ...]:
+    """Where the elements of this rank lie in the whole tensor, along each axis of it."""
+    places, mesh = [torch.arange(n) for n in tensor.shape], tensor.device_mesh
+    for along, placement in enumerate(tensor.placements):
+        axis = getattr(placement, "dim", None)
+        if axis is None:
+            continue
+        own, parts = mesh.get_coordinate()[along], places[axis].chunk(getattr(placement, "split_factor", 1))
+        chunks = [part.chunk(mesh.size(along)) for part in parts]
+        places[axis] = torch.cat([each[own] if own < len(each) else each[0][:0] for each in chunks])
+    return tuple(each.numpy() for each in places)
 
 
 def evaluate_around_steps(case: Case) -> list[float]:
@@ -292,7 +342,7 @@ def evaluate_around_steps(case: Case) -> list[float]:
     return losses
 
 
-def run_over_symmetric_memory(case: Case) -> Outcome | None:
+def run_over_symmetric_memory(case: Case) -> Share:
     """As `run_layout`, as if tp's ranks saw each other's memory: torch's own references stand for its CUDA kernels."""
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CPU"):
@@ -306,13 +356,13 @@ def run_over_symmetric_memory(case: Case) -> Outcome | None:
         return run_layout(case)
 
 
-def run_frozen(case: Case) -> Outcome | None:
+def run_frozen(case: Case) -> Share:
     """As `run_layout`, of a model of which some weights are frozen."""
     with plugged_in("partly_frozen"):
         return run_layout(case)
 
 
-def run_torch_muon(case: Case) -> Outcome | None:
+def run_torch_muon(case: Case) -> Share:
     """As `run_layout`, with matrices updated by torch's Muon, and the rest by the case's optimizer."""
     with plugged_in("muon") as muon:
         return run_layout(replace(case, optimizer=muon.TorchMuon(rest=case.optimizer)))
@@ -332,19 +382,19 @@ def choosing(experts: tuple[int, ...]) -> Iterator[None]:
 on_one_expert, on_some_experts = partial(choosing, (5, 5)), partial(choosing, (1, 0))
 
 
-def run_on_one_expert(case: Case) -> Outcome | None:
+def run_on_one_expert(case: Case) -> Share:
     """As `run_layout`, with every token computed twice by one expert, and the others getting none."""
     with on_one_expert():
         return run_layout(case)
 
 
-def run_on_some_experts(case: Case) -> Outcome | None:
+def run_on_some_experts(case: Case) -> Share:
     """As `run_layout`, with every token computed by two experts that lie on one rank."""
     with on_some_experts():
         return run_layout(case)
 
 
-def run_in_a_v(case: Case) -> Outcome | None:
+def run_in_a_v(case: Case) -> Share:
     """As `run_layout`, with a schedule whose stages lie in a V."""
     with registered(V_GPIPE):
         return run_layout(case)
@@ -434,15 +484,25 @@ def _round_moments(optimizer: torch.optim.Optimizer, *_: object) -> None:
             state[kind] = state[kind].bfloat16().to(state[kind].dtype)
 
 
-def merge(outcomes: list[Outcome | None]) -> Outcome:
-    """One outcome from those of the pipeline ranks."""
-    found = [o for o in outcomes if o is not None]
-    assert all(o.loss == found[0].loss and o.grad_norm == found[0].grad_norm for o in found)
-    merged = Outcome(found[0].loss, found[0].grad_norm, {}, {})
-    for outcome in found:
-        merged.gradients.update(outcome.gradients)
-        merged.parameters.update(outcome.parameters)
-    return merged
+def merge(shares: list[Share]) -> Outcome:
+    """One outcome from the shares of all ranks; where several hold the same, the first one's counts."""
+    (loss, grad_norm), *others = (share.numbers for share in shares if share.numbers is not None)
+    assert all(other == (loss, grad_norm) for other in others)
+    whole = (_put_together([getattr(share, kind) for share in shares]) for kind in ("gradients", "parameters"))
+    return Outcome(loss, grad_norm, *whole)
+
+
+def _put_together(shares: list[dict[str, Part]]) -> dict[str, np.ndarray]:
+    """Whole tensors by name."""
+    whole: dict[str, np.ndarray] = {}
+    missing: dict[str, np.ndarray] = {}
+    for share in reversed(shares):
+        for name, part in share.items():
+            tensor = whole.setdefault(name, np.empty(part.size, part.values.dtype))
+            left = missing.setdefault(name, np.ones(part.size, bool))
+            tensor[np.ix_(*part.places)], left[np.ix_(*part.places)] = part.values, False
+    assert not any(left.any() for left in missing.values()), [name for name, left in missing.items() if left.any()]
+    return whole
 
 
 def largest_difference(outcome: Outcome, reference: Outcome) -> tuple[float, str]:
@@ -517,7 +577,7 @@ def train_with_overflows(case: Case) -> tuple[float, list[float]]:
     The first scale is far too large, and soon grows to be so again.
     """
     _, step = build_step(case)
-    scale, scales, num_updates = LossScale(2.0**40, 4), list[float](), 0
+    scale, scales, num_updates = LossScale(2.0**28, 4), list[float](), 0
     while num_updates < case.num_steps:
         result = step(*local_rows(case), local_starts(case), loss_scale=scale.value)
         assert result.is_finite or result.overflows

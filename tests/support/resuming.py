@@ -7,16 +7,16 @@ from tempfile import gettempdir
 
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import note_equal
 from parity import (
     TIED,
     Case,
-    Outcome,
+    Share,
     build_step,
-    gather_weight,
+    find_numbers,
     local_rows,
     local_starts,
     named_parameters,
+    take_weights,
 )
 
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, load_weights_alone, save_checkpoint
@@ -59,8 +59,8 @@ def pair_randomly(layouts: list[Layout], seed: int) -> list[tuple[Layout, Layout
     return list(zip(layouts, others, strict=True))
 
 
-def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
-    """Two steps under one layout, one under another; whole tensors from each stage's first rank."""
+def resume(saved: Case, resumed: Case, folder: Path) -> Share:
+    """Two steps under one layout, one under another."""
     model = resumed.model
     assembly, step = build_step(saved)
     for _ in range(SAVED_AFTER):
@@ -79,13 +79,8 @@ def resume(saved: Case, resumed: Case, folder: Path) -> Outcome | None:
     assert load_checkpoint(path, assembly.modules, step.optimizer, model, resumed.optimizer) == SAVED_AFTER
     assert all(torch.equal(find_place(w)[0], each) for w, each in zip(of_numbers, alone, strict=True))
     result = step(*local_rows(resumed), local_starts(resumed))
-    parameters: dict = {}
-    for name, parameter in weights:
-        note_equal(parameters, name, gather_weight(parameter))
     dist.barrier()  # the folder is the next pair's
-    if any(assembly.mesh.get_coordinate()[1:]):
-        return None
-    return Outcome(result.loss, result.grad_norm, {}, parameters)
+    return Share(find_numbers(assembly, result), {}, take_weights(assembly, resumed))
 
 
 def forget(weights: list, model: ModelShape) -> None:

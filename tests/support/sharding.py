@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity import Case, Outcome, build_step, local_rows, named_parameters, run_layout
+from parity import Case, Share, build_step, local_rows, named_parameters, run_layout
 from recording import CollectiveRecorder
 from routing import routed_as_stated
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +64,7 @@ def initial_weights(case: Case) -> dict[str, np.ndarray]:
     return {name: p.detach().full_tensor().numpy() for name, p in named_parameters(assembly, case)}
 
 
-def run_sabotaged(case: Case, dropped: str) -> Outcome | None:
+def run_sabotaged(case: Case, dropped: str) -> Share:
     """The step with one collective left out: its local part is taken for the whole."""
     with SABOTAGE[dropped]():
         return run_layout(case)
@@ -84,7 +84,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-def train_in_two_groups(case: Case) -> tuple[Outcome | None, set[tuple[str, str, tuple[int, ...]]]]:
+def train_in_two_groups(case: Case) -> tuple[Share, set[tuple[str, str, tuple[int, ...]]]]:
     """Steps where reductions have a group of their own, as on CUDA: kind, name and ranks of the groups of FSDP2."""
     groups: set[tuple[str, str, tuple[int, ...]]] = set()
 

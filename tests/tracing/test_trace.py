@@ -11,8 +11,8 @@ from toys import TOYS, make_config
 from transformers import T5Config, conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
-from dtlayout import predict
-from dtlayout.base.errors import InvalidConfig
+from dtlayout import predict, recommend
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.cli import main
 from dtlayout.models.counting import count_model_flops_per_token, count_parameters
 from dtlayout.models.description import Description
@@ -250,12 +250,58 @@ class OwnBlock(nn.Module):
         super().__init__()
         self.before, self.qkv, self.join = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
         self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.is_causal = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(self.before(x)).chunk(3, -1))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = self.attend(q, k, v)
         x = x + self.join(seen.transpose(1, 2).flatten(2))
         return x + self.narrow(torch.relu(self.wide(nn.functional.layer_norm(x, (32,)))))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+
+class BiasedBlock(OwnBlock):
+    """Attention with a bias for each head, which has scores in memory."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        far = torch.arange(q.shape[2])[None] - torch.arange(q.shape[2])[:, None]
+        bias = torch.where(far > 0, -torch.inf, far * torch.arange(1, 5)[:, None, None])
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def test_a_module_is_described_by_one_sequence_of_its_example(tmp_path):
+    own, file = Own(), tmp_path / "own.json"
+    own.stack = nn.ModuleList(BiasedBlock() for _ in range(3))
+    described = []
+    for batch in (1, 4):
+        describe_module(own, {"words": torch.zeros(batch, 12, dtype=torch.long)}, file)
+        described.append(json.loads(file.read_text()))
+    assert described[0] == described[1] and read_trace(str(file)).kinds[0].attention.scores
+    with pytest.raises(InvalidConfig, match="example_inputs are arguments by name, of which the first are tokens"):
+        describe_module(own, torch.zeros(1, 12, dtype=torch.long), file)
+
+
+def test_a_layout_that_a_module_is_not_split_for_is_refused(tmp_path):
+    own, file = Own(), tmp_path / "own.json"
+    own.stack = nn.ModuleList(BiasedBlock() for _ in range(3))  # with slopes of all heads on each rank
+    shape = describe_module(own, {"words": torch.zeros(1, 12, dtype=torch.long)}, file)
+    job = {"gpu": "H100", "gpus": 4, "seq_len": 64, "global_batch": 8}
+    with pytest.raises(InvalidLayout, match=r"layout\.tp=2: its code does not run with a part of its heads"):
+        predict(shape, "tp2", **job)
+    found = recommend(shape, **job)
+    assert found.layouts and all(each.layout.tp == 1 for each in found.layouts)
+
+
+def test_an_embedding_has_the_rows_of_the_head_and_blocks_may_be_a_sequence(tmp_path):
+    own, inputs = Own(), {"words": torch.zeros(1, 12, dtype=torch.long)}
+    listed = describe_module(own, inputs, tmp_path / "own.json")
+    own.places = nn.Embedding(64, 32)  # more positions than tokens
+    own.stack = nn.Sequential(*own.stack)
+    found = describe_module(own, inputs, tmp_path / "own.json")
+    assert (found.vocab_size, found.num_layers) == (50, 3) and found.ffn_size == listed.ffn_size
+    assert count_parameters(found) == sum(each.numel() for each in own.parameters())
 
 
 def test_a_module_of_ones_own_is_described_and_planned(tmp_path, capsys):
@@ -323,11 +369,12 @@ def test_a_module_of_ones_own_shows_its_blocks_and_what_is_not_split_and_so_does
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda own: setattr(own, "stack", nn.Sequential(*own.stack)), "it has no list of blocks"),
+        (lambda own: setattr(own, "stack", nn.ModuleDict(zip("abc", own.stack, strict=True))), "no list of blocks"),
+        (lambda own: [setattr(each, "is_causal", False) for each in own.stack], "attention of a block has neither"),
         (lambda own: setattr(own, "out", nn.Identity()), "no head behind them"),
         (lambda own: setattr(own, "spare", nn.Linear(3, 3)), "spare has parameters, and is not called"),
     ],
-    ids=["list", "head", "uncalled"],
+    ids=["list", "both ways", "head", "uncalled"],
 )
 def test_a_module_that_is_no_causal_model_is_refused(tmp_path, spoil, reason):
     own = Own()
