@@ -69,7 +69,10 @@ class DataConfig(Ranged, section="data"):
     """Folder of prepared tokens, which later runs use again."""
 
     def find_broken(self) -> list[Refusal]:
-        """A refusal for a mixture in which some sources alone are weighed by their size."""
+        """A refusal for a mixture beside a source, or in which some sources alone are weighed by their size."""
+        if self.mixture and self.source != DataConfig.source:
+            what = f"data.source={self.source!r} and [[data.mixture]] both say what is read"
+            return [Refusal("source", what, "use one of them; --data.mixture=[] takes a file's mixture away")]
         by_size = [each.source for each in self.mixture if each.weight == "size"]
         if len(by_size) in (0, len(self.mixture)):
             return []

@@ -138,21 +138,29 @@ def describe_broken(broken: Sequence[str], num_files: int, data: DataConfig) -> 
 
 @contextmanager
 def _saying_the_end() -> Iterator[None]:
-    """Say at once that Ctrl-C was seen: a part is written before the command ends, which takes some seconds."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield  # a run has a handler of its own
+    """Say at once that Ctrl-C or SIGTERM was seen: a part is written before the command ends, which takes some seconds.
+
+    SIGTERM, which Slurm sends at the end of a job's time, ends the command with 143.
+    """
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or any(signal.getsignal(number) is not handler for number, handler in usual.items()):
+        yield  # a run has handlers of its own
         return
 
     def say(number: int, frame: Any) -> None:
         say_at_once("saving a part, ending")
+        if number == signal.SIGTERM:
+            raise SystemExit(128 + number)
         signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, say)
+    for number in usual:
+        signal.signal(number, say)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def _open_units(data: DataConfig, units: Units) -> Corpus:
@@ -249,7 +257,7 @@ def _tokenize_in_processes(
     data: DataConfig, units: Units, folder: Path, progress: "TokenizingProgress", processes: int
 ) -> list[str]:
     """Write parts of units in several processes: [Note: chunks]; a reason for each file that is not read to its end."""
-    chunks, here = [units.take(begin, end) for begin, end in cut_into_chunks(units)], os.getcwd()
+    chunks, here = [units.take(begin, end) for begin, end in cut_into_chunks(units, processes)], os.getcwd()
     processes = min(processes, len(chunks))
     spawning = get_context("spawn")  # a fork would copy the tokenizer's threads, which do not run in the copy
     shared = spawning.Array("q", _STOP + 1)
@@ -282,8 +290,13 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cut_into_chunks(units: Units) -> Iterator[tuple[int, int]]:
-    """First unit of each chunk, and the one behind its last; units that are not read are in none."""
+def cut_into_chunks(units: Units, processes: int) -> Iterator[tuple[int, int]]:
+    """First unit of each chunk, and the one behind its last; units that are not read are in none.
+
+    Chunks are smaller where little is left, so that no process is without one while another has several units.
+    """
+    left = sum(f.stat().st_size for f, first in zip(units.files, units.firsts, strict=True) if first is not None)
+    most = min(_CHUNK_BYTES, left / processes)
     begin, size = 0, 0
     for i, (file, first) in enumerate(zip(units.files, units.firsts, strict=True)):
         if first is None:
@@ -292,7 +305,7 @@ def cut_into_chunks(units: Units) -> Iterator[tuple[int, int]]:
             begin, size = i + 1, 0
             continue
         size += max(1, file.stat().st_size)
-        if size >= _CHUNK_BYTES:
+        if size >= most:
             yield begin, i + 1
             begin, size = i + 1, 0
     if size:

@@ -429,8 +429,10 @@ def test_beside_a_mixture_no_source_is_written_that_nobody_named():
     assert parse_config(written) == config
     assert [each["source"] for each in written["data"]["mixture"]] == ["a", "b"]
     assert written["data"].keys() & {"source", "split"} == set()
-    named = parse_config(tables(data={"mixture": mixture, "source": "c"}))
-    assert toml.loads(named.to_toml())["data"]["source"] == "c"
+    with pytest.raises(
+        InvalidConfig, match=r"data\.source='c' and \[\[data\.mixture\]\] both say what is read; use one"
+    ):
+        parse_config(tables(data={"mixture": mixture, "source": "c"}))
 
 
 def test_a_key_that_another_optimizer_has_is_refused_by_name_with_all_other_problems():
@@ -663,7 +665,9 @@ configs = st.builds(
         reduce=st.sampled_from(["float64", "float32", "bfloat16"]),
     ),
     data=st.builds(
-        DataConfig,
+        lambda source, mixture, **others: DataConfig(
+            source=DataConfig.source if mixture else source, mixture=mixture, **others
+        ),
         source=paths,
         split=paths,
         text_field=texts,

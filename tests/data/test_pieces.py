@@ -229,4 +229,7 @@ def test_chunks_are_files_that_follow_each_other_up_to_a_size(tmp_path, monkeypa
     for file, size in zip(files, sizes, strict=True):
         file.write_bytes(b"x" * size)
     monkeypatch.setattr(dtlayout.data.tokenizing, "_CHUNK_BYTES", 12)
-    assert list(cut_into_chunks(Units(files, [str(f) for f in files], firsts))) == [(0, 2), (2, 3), (4, 6), (6, 7)]
+    units = Units(files, [str(f) for f in files], firsts)
+    assert list(cut_into_chunks(units, 2)) == [(0, 2), (2, 3), (4, 6), (6, 7)]
+    assert list(cut_into_chunks(units, 8)) == [(0, 2), (2, 3), (4, 6), (6, 7)]  # 46 bytes, of which a process has 6
+    assert list(cut_into_chunks(units.take(4, 7), 40)) == [(0, 1), (1, 2), (2, 3)]

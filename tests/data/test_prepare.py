@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -420,14 +421,15 @@ def test_of_a_dataset_on_the_hub_rows_are_counted(monkeypatch, capsys, tmp_path)
     assert shares[:4] == [f"x/y: {share}% of 4 rows" for share in (25, 50, 75, 100)]
 
 
-INTERRUPTED = CHILD.replace("os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 2); time.sleep(0.5)")
+INTERRUPTED = CHILD.replace("os.kill(os.getpid(), 9)", "os.kill(os.getpid(), NUMBER); time.sleep(0.5)")
 
 
-def test_an_interrupt_is_answered_at_once_and_the_part_is_kept(tmp_path):
-    code = INTERRUPTED.replace("tokenizing._PART_TOKENS = documents", "documents")
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_an_interrupt_is_answered_at_once_and_the_part_is_kept(number, exit_code, tmp_path):
+    code = INTERRUPTED.replace("NUMBER", str(int(number))).replace("tokenizing._PART_TOKENS = documents", "documents")
     assert code != INTERRUPTED != CHILD
     command, environment = [sys.executable, "-c", code, str(tmp_path), "killed"], {"PYTHONPATH": ":".join(sys.path)}
     child = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
-    assert child.stderr.startswith("saving a part, ending\n") and "KeyboardInterrupt" in child.stderr
+    assert child.stderr.startswith("saving a part, ending\n") and child.returncode == exit_code
     (parts,) = tmp_path.iterdir()
     assert parts.suffix == ".parts" and len(list(parts.glob("*.npz"))) == 1
