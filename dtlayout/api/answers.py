@@ -10,7 +10,7 @@ from dtlayout.base.formatting import choose_unit, format_bytes, three_digits
 from dtlayout.commands.case import Case
 from dtlayout.commands.dryrun import describe as describe_dry_run
 from dtlayout.commands.dryrun import to_document as to_dry_document
-from dtlayout.commands.explain import describe_layout
+from dtlayout.commands.explain import describe_layout, describe_limit
 from dtlayout.commands.explain import to_document as to_explanation_document
 from dtlayout.commands.recommend_text import describe as describe_recommendation
 from dtlayout.costmodel.estimate import Estimate, Estimator
@@ -275,6 +275,7 @@ class ExplainedLayout(PredictedLayout):
     def _parts(self) -> Iterator[str]:
         from dtlayout.report import html  # only now: it imports matplotlib
 
+        yield html.paragraph(f"Bound by {describe_limit(self.explanation)}.")
         yield from super()._parts()
         rows = [
             [" ".join(each.overrides), f"{each.estimate.step_time_s:.3f}", format_bytes(each.estimate.peak_bytes)]

@@ -75,7 +75,7 @@ class ComparedLayouts(Answer):
         from dtlayout.report import html  # only now: it imports matplotlib
 
         (head, *rows), names = self._rows(), map(_name, self.layouts)
-        heads = [f"{place}  {name}".strip() for place, name in zip(head, ["", *names], strict=True)]
+        heads = [_break(f"{place}  {name}".strip()) for place, name in zip(head, ["", *names], strict=True)]
         yield html.table([heads, *rows], "layouts side by side")
 
     def _bars(self) -> list[Any]:
@@ -124,6 +124,13 @@ def _name(side: PredictedLayout) -> str:
     """A layout with its attention and its compiling, in which layouts often differ."""
     compiled = f", compile {side.kernels.compile}"
     return f"{side.layout}, {side.kernels.attention}{compiled}"
+
+
+def _break(name: str) -> str:
+    """A name as HTML on a line for each of its parts, so that many fit beside each other."""
+    from dtlayout.report import html  # only now: it imports matplotlib
+
+    return html.Markup(",<br>".join(map(html.escape, name.split(", "))))
 
 
 def _share(side: PredictedLayout, *parts: str) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.toml import describe_unknown_key
+from dtlayout.commands.arguments import name_gpu
 from dtlayout.commands.case import Case, make_case
 from dtlayout.config.config import Config
 from dtlayout.config.loading import PLANNED_STEPS, parse_config
@@ -36,6 +37,9 @@ ARGUMENTS = (
     "precision", "optimizer",
 )  # fmt: skip
 """Arguments of their own, which a keyword that is misspelt may mean."""
+
+_TOLD = set[str | None]()
+"""Names of GPU types of which this process has told once what they are taken for; each answer says it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,9 @@ class TrainingJob:
         """The machines and the engine as options of a command."""
         told = [f"{name}={_show(value)}" for name, value in self.engine_set.items()]
         world = load_cluster(self.cluster).num_gpus if self.cluster and self.gpus is None else self.gpus
-        return Namespace(gpu=self.gpu, world=world, engine=self.engine, engine_set=told)
+        gpu = None if self.gpu is None else name_gpu(self.gpu, tells=self.gpu not in _TOLD)
+        _TOLD.add(self.gpu)
+        return Namespace(gpu=gpu, world=world, engine=self.engine, engine_set=told)
 
     @property
     def _cluster(self) -> dict[str, Any]:

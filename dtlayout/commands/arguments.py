@@ -151,11 +151,13 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
 
 
-def name_gpu(asked: str) -> str:
-    """The name of the GPU type that people mean; which one was taken, of several, is told on stderr."""
+def name_gpu(asked: str, *, tells: bool = True) -> str:
+    """The name of the GPU type that people mean; `tells` on stderr which one was taken, of several."""
     found = [gpu.name for gpu in list_gpus_called(asked)]
     if not found or found[0] == asked:
         return asked
+    if not tells:
+        return found[0]
     others = f"; {', '.join(found[1:])} {'are' if found[2:] else 'is'} known too" * (len(found) > 1)
     print(f"note: {asked} is taken as {found[0]}{others}", file=sys.stderr)
     return found[0]

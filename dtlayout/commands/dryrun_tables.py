@@ -123,11 +123,13 @@ def _list_flops(flops: Mapping[str, int]) -> Table:
 def _compare(title: str, other: str, rows: Mapping[str, tuple[float, float]], size: float) -> Table:
     """A table of `rows`: name → the dry run's number and another one, both divided by `size`.
 
-    Differences are in percent of the dry run's; '<' marks those above `MARK_ABOVE`.
+    Differences are in percent of the dry run's; '<' marks those above `MARK_ABOVE`, and the last heading says so.
     """
     table = [[title, "dry run", other, "difference", ""]]
     for name, (dry, value) in rows.items():
         difference = value / dry - 1 if dry else float(value > 0)
         mark = "<" if abs(difference) > MARK_ABOVE else ""
         table.append([name, f"{dry / size:.3f}", f"{value / size:.3f}", f"{difference:+.1%}", mark])
+    if any(row[-1] for row in table):
+        table[0][-1] = f"<: over {MARK_ABOVE:.0%}"
     return table

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.programs.program import Arguments, Job, Program
 from dtlayout.programs.registry import PROGRAMS
 from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.precision import Precision
 
@@ -134,7 +135,7 @@ def make_config(
         comments.append("Model, data and all that no layout decides are those of the file that --like names.")
     used = estimate.kernels.used(request_kernels(scenario, estimate.layout))
     sections = {
-        "model": named.get("model") or _changes(model.base, PRESETS.get(model.name), ["name"]),
+        "model": named.get("model") or _list_sizes(model),
         "adapter": {} if model.adapter is None else asdict(model.adapter),
         "batch": asdict(scenario.batch),
         "layout": _changes(_cut_alike(scenario, estimate), Layout(), _SAID_OF_LAYOUTS),
@@ -178,6 +179,20 @@ def _name_scenario(scenario: Scenario) -> str:
 
 def _comment(line: str) -> str:
     return "# " + "".join(c if c.isprintable() else " " for c in line)
+
+
+def _list_sizes(model: ModelShape) -> dict[str, Any]:
+    """The section [model]: what differs from the preset of this name, or all sizes if there is no preset.
+
+    The file of a traced model says what its blocks compute. So a field that it leaves at its default is left out, and
+    nobody reads of a gate that the model lacks.
+    """
+    known = PRESETS.get(model.name)
+    sizes = _changes(model.base, known, ["name"])
+    if known or not model.trace:
+        return sizes
+    defaults = {each.name: each.default for each in fields(ModelShape)}
+    return {name: value for name, value in sizes.items() if value != defaults[name]}
 
 
 def _changes(value: Any, default: Any, always: Sequence[str] = ()) -> dict[str, Any]:

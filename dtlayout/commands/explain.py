@@ -79,19 +79,11 @@ def answer(options: argparse.Namespace) -> CommandAnswer:
 
 def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
     """Lines on a layout: does it fit, how fast it is, memory and time by component, and what would help."""
-    now, limit = explanation.estimate, explanation.limit
+    now = explanation.estimate
     gpu, engine = scenario.cluster.gpu, scenario.engine
     peak, capacity = format_bytes(now.peak_bytes), format_bytes(now.capacity_bytes)
     state = "calibrated" if engine.is_calibrated else "uncalibrated"
     where = f"pipeline rank {now.busiest_rank}"
-    if limit.kind == "memory":
-        bound = f"memory: {limit.component}, {limit.share:.1%} of the peak on {where}"
-    elif limit.kind == "host memory":
-        bound = f"memory of the host: what layout.offload={now.layout.offload} asks is {limit.share:.0%} of what it has"
-    elif limit.component == "host":
-        bound = f"host: the GPUs wait for it, {limit.share:.1%} of the step"
-    else:
-        bound = f"{limit.component}: {limit.share:.1%} of the step"
     mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"
     if gpu.has_mfu and count_active_frozen_parameters(scenario.model):
         mfu += f" ({FROZEN_FLOPS})"
@@ -112,7 +104,7 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
         *_describe_offload(explanation),
         *_describe_scores(scenario, now),
         *_describe_states(scenario),
-        ("bound by", bound),
+        ("bound by", describe_limit(explanation)),
         *[("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}")] * now.knows_time,
         (
             "" if now.knows_time else "ranges",
@@ -125,6 +117,18 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
     time += _format_messages(explanation)
     tables = [*memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
     return [*align(facts, ("<12", "<")), *assumed, "", *tables]
+
+
+def describe_limit(explanation: Explanation) -> str:
+    """The component that binds a layout, in memory or in time, and its share."""
+    now, limit = explanation.estimate, explanation.limit
+    if limit.kind == "memory":
+        return f"memory: {limit.component}, {limit.share:.1%} of the peak on pipeline rank {now.busiest_rank}"
+    if limit.kind == "host memory":
+        return f"memory of the host: what layout.offload={now.layout.offload} asks is {limit.share:.0%} of what it has"
+    if limit.component == "host":
+        return f"host: the GPUs wait for it, {limit.share:.1%} of the step"
+    return f"{limit.component}: {limit.share:.1%} of the step"
 
 
 def _describe_scores(scenario: Scenario, estimate: Estimate) -> list[tuple[str, str]]:

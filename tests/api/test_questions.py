@@ -11,6 +11,7 @@ from hf_models import SIZES as HF_SIZES
 from tiny import ROOT
 
 import dtlayout as dl
+from dtlayout.api import job
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.cli import main
 
@@ -54,6 +55,20 @@ def test_explain_is_the_commands_document(config, capsys):
     assert json.loads(json.dumps(found.to_dict())) == expected
     assert found.bound_by == expected["limit"]["component"] and len(found.changes) == len(expected["changes"])
     assert str(found).startswith("layout        pp2·dp2·tp2+sp mb2 1f1b zero1 on 8 x h100-80g-sxm")
+
+
+def test_the_page_of_an_explained_layout_names_its_limit_as_the_text_does():
+    for model, kind in ((SIZES, "tp: "), ("llama3.1-70b", "memory: ")):
+        found = dl.explain(model, "tp2 mb1", **JOB)
+        (bound,) = (line.partition("bound by")[2].strip() for line in str(found).splitlines() if "bound by" in line)
+        assert bound.startswith(kind) and f"<p>Bound by {bound}.</p>" in found._repr_html_()
+
+
+def test_what_a_gpu_is_taken_for_is_told_once(capsys, monkeypatch):
+    monkeypatch.setattr(job, "_TOLD", set())
+    for ask in (dl.predict, dl.explain, dl.recommend):
+        assert ask(SIZES, **{**JOB, "gpu": "H100"}).scenario.cluster.gpu.name == "h100-80g-sxm"
+    assert capsys.readouterr().err.count("note: H100 is taken as h100-80g-sxm") == 1
 
 
 def test_a_prediction_is_the_explained_one(config, capsys):
@@ -185,6 +200,9 @@ def test_layouts_stand_side_by_side_with_what_each_costs(tmp_path):
     assert f" {second['step_time_s']:.3f} (" in text and len(found.plot().axes) == 2
     page = found._repr_html_()
     assert page.startswith('<div class="dtlayout">') and "exposed communication</" in page and "side by side" in page
+    assert (
+        f"<th class=t>1  {first.layout},<br>{first.kernels.attention},<br>compile {first.kernels.compile}</th>" in page
+    )
     on_cpu = dl.predict("debug", gpu="cpu", gpus=2, seq_len=64, global_batch=4)
     unknown = dl.compare(on_cpu, "tp2")
     assert unknown.to_dict()["layouts"][1]["bubble"] is None and "no step time" in str(unknown)

@@ -42,7 +42,7 @@ def test_a_second_estimate_of_the_step_is_shown_beside_the_cost_models(capsys):
     assert main([*DEBUG, "--world", "4", "--compare"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert not any("ms" in line.split() for line in lines), "a CPU that nobody calibrated has no times"
-    table = lines[lines.index("a step, % of the predicted dry run predicted difference") + 1 :]
+    table = lines[lines.index("a step, % of the predicted dry run predicted difference <: over 5%") + 1 :]
     assert [row.split()[0] for row in table[-8:]] == [
         "compute,", "recompute", "tp", "pp", "bubble", "dp", "host", "step",
     ]  # fmt: skip
@@ -107,6 +107,7 @@ def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
     }  # fmt: skip
     *_, table = list_tables(rank, compares=True)
     assert table[1][-2:] == [cell, mark]
+    assert table[0][-1] == ("<: over 5%" if mark else "")
 
 
 @pytest.fixture(scope="module")

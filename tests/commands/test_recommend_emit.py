@@ -14,6 +14,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
 from dtlayout.config.checking import check_layout
 from dtlayout.config.loading import load_config
+from dtlayout.models.files import find_model
 from dtlayout.models.presets import PRESETS
 
 FOLDER = ["--gpu", "cpu", "--gpus", "2", "--seq-len", "64", "--global-batch", "8", "--top", "1"]
@@ -179,6 +180,21 @@ def test_an_own_model_is_emitted_with_all_sizes(capsys, tmp_path):
     ask(capsys, *with_model(LLAMA, hf), "--emit", str(path))
     model = load_config(path).model
     assert model.rope_scaling == PRESETS["llama3.1-8b"].rope_scaling and model.num_kv_heads == 8
+
+
+def test_a_traced_model_is_emitted_with_what_it_uses_alone(capsys, tmp_path, monkeypatch):
+    from transformers import GPTNeoXConfig
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, path = tmp_path / "neox", tmp_path / "best.toml"
+    GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]).save_pretrained(folder)
+    ask(capsys, "--model", str(folder), *FOLDER, "--emit", str(path))
+    section = path.read_text().partition("[model]\n")[2].partition("\n\n")[0]
+    assert [line.partition(" ")[0] for line in section.splitlines()] == [
+        "name", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "family", "trace",
+        "block_kinds",
+    ]  # fmt: skip
+    assert load_config(path).model == find_model(str(folder))
 
 
 def test_an_emitted_config_can_say_whatever_its_model_and_its_cluster_say(capsys, tmp_path):
