@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     num_ranks = _choose_ranks(config, options.ranks)
     layout = check_layout(config, num_ranks)
-    if num_ranks > 1 and config.train.device == "cuda":
+    if num_ranks > 1:
         from dtlayout.training.devices import refuse_missing  # only now: it imports torch, which the ranks' agent needs
 
         refuse_missing(config.train.device)
