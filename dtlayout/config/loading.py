@@ -8,6 +8,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from dtlayout.spec.model_shape import ModelShape
 
 PLANNED_STEPS = 1_000_000_000
 """Number of steps of a plan that names none: more than any warm-up has."""
+_EITHER = (("train", "steps", "epochs"), ("data", "source", "mixture"))
+"""A section and two of its keys, of which each takes the place of the other."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -93,9 +96,8 @@ def parse_config(tables: dict[str, Any]) -> Config:
         folder = _find_init_from(tables)
         folder = None if folder is None or is_peft(folder) else folder
         model = add_rows(model, tables, folder, expand(run_folder) if has_begun(run_folder) else None)
-    sections = {f.name for f in fields(Config)}
-    known = [*(f.name for f in fields(Config)), "adapter"]
-    problems += [toml.describe_unknown_key(name, known) for name in tables if name not in sections]
+    sections = [f.name for f in fields(Config)]
+    problems += [toml.describe_unknown_key(name, [*sections, "adapter"]) for name in tables if name not in sections]
     tables = {name: table for name, table in tables.items() if name in sections}
     needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
@@ -140,7 +142,8 @@ def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `--section.key=value` into the tables; a value that is no TOML is a string.
 
     `--layout=NAME` sets each key that a printed layout names. `--model=M` puts another model in the place of [model].
-    `--train.steps` takes the place of `train.epochs` in the file, and the other way round.
+    `--train.steps` takes the place of `train.epochs` in the file, `--data.source` that of its `data.mixture`, and the
+    other way round.
     """
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
@@ -162,10 +165,12 @@ def override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
                 raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
         table[last] = toml.parse_value(value)
     given = {text.removeprefix("--").partition("=")[0] for text in overrides}
-    for name, other in (("steps", "epochs"), ("epochs", "steps")):
-        train = tables.get("train")
-        if f"train.{name}" in given and f"train.{other}" not in given and isinstance(train, dict) and train[name]:
-            train.pop(other, None)
+    for section, *keys in _EITHER:
+        table = tables.get(section)
+        for name, other in permutations(keys):
+            is_given = f"{section}.{name}" in given and f"{section}.{other}" not in given
+            if is_given and isinstance(table, dict) and table[name]:
+                table.pop(other, None)
 
 
 def _name_source(train: Any) -> dict[str, Any]:

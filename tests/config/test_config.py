@@ -435,6 +435,18 @@ def test_beside_a_mixture_no_source_is_written_that_nobody_named():
         parse_config(tables(data={"mixture": mixture, "source": "c"}))
 
 
+def test_a_source_on_the_command_line_takes_the_place_of_a_mixture_and_the_other_way_round(tmp_path):
+    mixture = "--data.mixture=[{source = 'a'}, {source = 'b'}]"
+    path = tmp_path / "a.toml"
+    path.write_text(load_config(ROOT / "configs" / "debug.toml", ["--data.source=c"]).to_toml())
+    mixed = load_config(path, [mixture])
+    assert [each.source for each in mixed.data.sources] == ["a", "b"] and mixed.data.source == DataConfig.source
+    path.write_text(mixed.to_toml())
+    assert [each.source for each in load_config(path, ["--data.source=d"]).data.sources] == ["d"]
+    with pytest.raises(InvalidConfig, match="both say what is read"):
+        load_config(path, ["--data.source=d", mixture])
+
+
 def test_a_key_that_another_optimizer_has_is_refused_by_name_with_all_other_problems():
     assert problems_of(tables(optimizer={"name": "sgd", "beta1": 0.9, "momentun": 1.0, "lr": -1.0})) == [
         "optimizer.beta1 is a key of optimizer.name=adamw; name that, or leave beta1 out",
