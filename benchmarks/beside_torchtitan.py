@@ -10,12 +10,10 @@ says what stands in for what a CPU lacks, all outside of the steps.
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -28,13 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pages.markdown import table
-from benchmarks.speed import FORMATS, MODES, ROWS, SEQ_LEN, WARM_UP, Step, choose_kernels, execute, joined
+from benchmarks.speed import FORMATS, MODES, ROWS, SEQ_LEN, Step, joined, make_own_step, measure, print_seconds
 from dtlayout.base.process import leave
-from dtlayout.spec.batch import Batch
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
-from dtlayout.spec.optimizers import AdamW
-from dtlayout.spec.precision import Format, Precision
+from dtlayout.spec.precision import Format
 
 MODEL = ModelShape(
     name="debugmodel", hidden_size=256, num_layers=6, num_heads=16, num_kv_heads=16, ffn_size=768, vocab_size=2048,
@@ -47,22 +43,6 @@ LAYOUTS = {
     "pp2": Layout(micro_batch=1, pp=2, schedule="1f1b"),
 }
 PROGRAMS = ("dtlayout", "torchtitan")
-
-
-def make_own_step(layout: Layout, number_format: Format, mode: str) -> Step:
-    """A step as train.py does it."""
-    from dtlayout.training.build import assemble
-    from dtlayout.training.optimizer import build_optimizer, set_learning_rate
-    from dtlayout.training.step import TrainStep
-
-    batch, precision = Batch(global_batch=ROWS * layout.dp, seq_len=SEQ_LEN), Precision(compute=number_format)
-    assembly = assemble(
-        MODEL, batch, layout, choose_kernels(precision, mode), precision, seed=0, device_type="cpu"
-    )  # fmt: skip
-    optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
-    set_learning_rate(optimizer, 1e-3)
-    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=MODEL)
-    return lambda tokens, targets: step(tokens, targets).loss
 
 
 class _Absent:
@@ -146,26 +126,12 @@ def _run_schedule(
 
 def work(program: str, name: str, number_format: Format, mode: str, num_steps: int) -> None:
     """Print the seconds of each step, on rank 0."""
-    make = make_own_step if program == "dtlayout" else make_titan_step
     layout = LAYOUTS[name]
-    step = make(layout, number_format, mode)
-    generator = torch.Generator().manual_seed(dist.get_rank() if layout.dp > 1 else 0)
-    tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
-    seconds = []
-    for _ in range(WARM_UP + num_steps):
-        started = time.perf_counter()
-        step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        seconds.append(time.perf_counter() - started)
-    if dist.get_rank() == 0:
-        print(json.dumps(seconds[WARM_UP:]))
-
-
-def measure(program: str, name: str, number_format: Format, mode: str, num_steps: int) -> float:
-    """The median step of fresh processes, in seconds."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    worker = ["benchmarks.beside_torchtitan", "--work", program, name, number_format, mode, "--steps", str(num_steps)]
-    printed = execute([sys.executable, *launcher, *worker], num_threads=1)
-    return statistics.median(json.loads(printed.splitlines()[-1]))
+    if program == "dtlayout":
+        step = make_own_step(MODEL, layout, number_format, mode)
+    else:
+        step = make_titan_step(layout, number_format, mode)
+    print_seconds(step, MODEL.vocab_size, dist.get_rank() if layout.dp > 1 else 0, num_steps)
 
 
 def print_page(options: argparse.Namespace) -> None:
@@ -173,7 +139,8 @@ def print_page(options: argparse.Namespace) -> None:
     found: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for _, number_format, mode, name in product(range(options.rounds), FORMATS, options.modes, LAYOUTS):
         for program in PROGRAMS:
-            seconds = measure(program, name, number_format, mode, options.steps)
+            asked = [program, name, number_format, mode]
+            seconds = measure("benchmarks.beside_torchtitan", 2, asked, options.steps)
             found[name, number_format, mode, program].append(seconds)
             print(name, number_format, mode, program, f"{1e3 * seconds:.0f} ms", file=sys.stderr, flush=True)
     print("# A step beside torchtitan's, on this CPU\n")
@@ -192,7 +159,8 @@ def print_page(options: argparse.Namespace) -> None:
 def _list_rows(medians: dict[tuple[str, ...], float], modes: Sequence[str]) -> Iterator[list[str]]:
     for name, number_format in product(LAYOUTS, FORMATS):
         seconds = {mode: [medians[name, number_format, mode, program] for program in PROGRAMS] for mode in modes}
-        seconds["the faster"] = [min(of_program) for of_program in zip(*seconds.values(), strict=True)]
+        if len(modes) > 1:
+            seconds["the faster"] = [min(of_program) for of_program in zip(*seconds.values(), strict=True)]
         for mode, (ours, theirs) in seconds.items():
             yield [name, number_format, mode, f"{1e3 * ours:.0f}", f"{1e3 * theirs:.0f}", f"x {theirs / ours:.2f}"]
 

@@ -61,28 +61,27 @@ MODES = ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], float]
 
 
-def choose_kernels(precision: Precision, mode: str, attention: str = "auto") -> Kernels:
+def choose_kernels(model: ModelShape, precision: Precision, mode: str, attention: str = "auto") -> Kernels:
     """The fastest on a CPU, but for what is asked for."""
-    need = KernelRequest(device=Device("cpu"), compute=precision.compute, head_width=MODEL.head_width)
+    need = KernelRequest(device=Device("cpu"), compute=precision.compute, head_width=model.head_width)
     asked = OpenKernels(attention=attention, compile="blocks" if mode == "compiled" else "none")
     return asked.resolve(need).kernels
 
 
-def make_own_step(number_format: Format, mode: str, attention: str = "auto") -> Step:
+def make_own_step(
+    model: ModelShape, layout: Layout, number_format: Format, mode: str, attention: str = "auto"
+) -> Step:  # fmt: skip
     """A step as train.py does it."""
     from dtlayout.training.build import assemble
     from dtlayout.training.optimizer import build_optimizer, set_learning_rate
     from dtlayout.training.step import TrainStep
 
-    world_size = dist.get_world_size()
-    batch = Batch(global_batch=ROWS * world_size, seq_len=SEQ_LEN)
-    layout = Layout(micro_batch=ROWS, dp_shard=world_size)
-    precision = Precision(compute=number_format)
-    kernels = choose_kernels(precision, mode, attention)
-    assembly = assemble(MODEL, batch, layout, kernels, precision, seed=0, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
+    batch, precision = Batch(global_batch=ROWS * layout.dp, seq_len=SEQ_LEN), Precision(compute=number_format)
+    kernels = choose_kernels(model, precision, mode, attention)
+    assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type="cpu")
+    optimizer = build_optimizer(assembly.modules, model, AdamW())
     set_learning_rate(optimizer, 1e-3)
-    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=MODEL)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, model=model)
     return lambda tokens, targets: step(tokens, targets).loss
 
 
@@ -94,7 +93,7 @@ def make_bare_step(number_format: Format, mode: str) -> Step:
 
     precision, batch = Precision(compute=number_format), Batch(global_batch=ROWS, seq_len=SEQ_LEN)
     whole = StageSlice(layers=range(MODEL.num_layers), embedding=True, head=True)
-    model = build_stage(MODEL, choose_kernels(precision, mode), precision, batch, whole)
+    model = build_stage(MODEL, choose_kernels(MODEL, precision, mode), precision, batch, whole)
     initialize([model], MODEL, 0, "cpu")
     run = torch.compile(model) if mode == "compiled" else model
     return make_loop(
@@ -152,7 +151,7 @@ def joined() -> Iterator[None]:
 
 def profile_step(number_format: Format, num_steps: int) -> None:
     """Print the seconds of an eager step by what they are spent on."""
-    step = make_own_step(number_format, "eager", attention="sdpa-flash")
+    step = make_own_step(MODEL, Layout(micro_batch=ROWS), number_format, "eager", attention="sdpa-flash")
     tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN))
     for _ in range(WARM_UP):
         step(tokens, tokens)
@@ -171,13 +170,19 @@ def profile_step(number_format: Format, num_steps: int) -> None:
 def work(program: str, number_format: Format, mode: str, num_steps: int) -> None:
     """Print the seconds of each step, on rank 0."""
     if program == "dtlayout":
-        step = make_own_step(number_format, mode)
+        layout = Layout(micro_batch=ROWS, dp_shard=dist.get_world_size())
+        step = make_own_step(MODEL, layout, number_format, mode)
     elif program == BARE:
         step = make_bare_step(number_format, mode)
     else:
         step = make_plain_step(number_format, mode, sharding=program.partition(", ")[2])
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
+    print_seconds(step, MODEL.vocab_size, dist.get_rank(), num_steps)
+
+
+def print_seconds(step: Step, vocab_size: int, seed: int, num_steps: int) -> None:
+    """Print the seconds of each step of the same random batch, on rank 0."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     seconds = []
     for _ in range(WARM_UP + num_steps):
         started = time.perf_counter()
@@ -187,13 +192,13 @@ def work(program: str, number_format: Format, mode: str, num_steps: int) -> None
         print(json.dumps(seconds[WARM_UP:]))
 
 
-def measure(world_size: int, program: str, number_format: Format, mode: str, num_steps: int) -> float:
-    """The median step of fresh processes, in seconds."""
+def measure(module: str, world_size: int, work: Sequence[str], num_steps: int) -> float:
+    """The median step of fresh processes of a module, which get `work` behind --work, in seconds."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"] if world_size > 1 else []
     )
-    command = [sys.executable, *launcher, "-m", "benchmarks.speed", "--work", program, number_format, mode]
-    printed = execute([*command, "--steps", str(num_steps)], num_threads=2 // world_size)
+    command = [sys.executable, *launcher, "-m", module, "--work", *work, "--steps", str(num_steps)]
+    printed = execute(command, num_threads=2 // world_size)
     return statistics.median(json.loads(printed.splitlines()[-1]))
 
 
@@ -254,7 +259,7 @@ def main() -> None:
     found: dict[tuple[int, str, str, str], list[float]] = defaultdict(list)
     for _, number_format, mode, world_size in product(range(options.rounds), FORMATS, options.modes, PROGRAMS):
         for program in PROGRAMS[world_size]:
-            seconds = measure(world_size, program, number_format, mode, options.steps)
+            seconds = measure("benchmarks.speed", world_size, [program, number_format, mode], options.steps)
             found[world_size, number_format, program, mode].append(seconds)
             print(world_size, number_format, program, mode, f"{1e3 * seconds:.0f} ms", file=sys.stderr, flush=True)
     write_page({key: statistics.median(values) for key, values in found.items()}, options)

@@ -121,12 +121,12 @@ def recommend(
 ) -> RecommendedLayouts:
     """Search for the fastest layouts that fit on `gpus` GPUs, `top` of them.
 
-    `fix` and `avoid` are choices that every layout, or none, may have: "tp2", ["tp=2", "recompute=none"] or
-    {"tp": 2}. `max_memory` is the share of the capacity that may be filled, `why_not` a layout or choices to judge,
-    `baseline` a procedure to compare with, `tokens` those of a whole training with the `price` of a GPU-hour. `emit`
-    writes the best layout for the engine's program; a config for our own starts from the weights and the tokenizer of a
-    folder. The other arguments are those of `predict`; fields of the layout
-    are no keywords here. InvalidLayout if nothing fits, with what would.
+    `fix` and `avoid` are choices that every layout, or none, may have: "tp2", ["tp=2", "recompute=none"] or {"tp": 2}.
+    `max_memory` is the share of the capacity that may be filled, `why_not` a layout or choices to judge, `baseline` a
+    procedure to compare with, `tokens` those of a whole training with the `price` of a GPU-hour. `emit` writes the best
+    layout for the engine's program; a config for our own starts from the weights and the tokenizer of a folder. The
+    other arguments are those of `predict`; fields of the layout are no keywords here. InvalidLayout if nothing fits,
+    with what would.
     """
     job = TrainingJob(
         model=model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, cluster=cluster,

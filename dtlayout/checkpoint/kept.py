@@ -106,11 +106,10 @@ def _holds(file: Path | None) -> bytes | None:
 
 def _find_ends(said: list[int], tokenizer: Tokenizer, data: DataConfig) -> list[int]:
     """The ids with which texts end: those that the files say, and others with which the run's texts end."""
-    is_chat = any(each.messages_field for each in data.sources)
     ends = list(said)
     if data.end_of_document or not said:
         ends.append(tokenizer.end_of_document)
-    if tokenizer.end_of_answer is not None and (is_chat or not said):
+    if tokenizer.end_of_answer is not None and (data.has_conversations or not said):
         ends.append(tokenizer.end_of_answer)
     return list(dict.fromkeys(ends))
 

@@ -80,6 +80,11 @@ class DataConfig(Ranged, section="data"):
         return [Refusal("mixture", what, "give all sources size or all a number, which is 1 where none is named")]
 
     @property
+    def has_conversations(self) -> bool:
+        """True if a source has conversations, which a chat template writes as text."""
+        return any(each.messages_field for each in self.sources)
+
+    @property
     def weights(self) -> tuple[float, ...] | None:
         """Weight of each of `sources`; None where each is as large as its source."""
         numbers = tuple(each.weight for each in self.mixture if each.weight != "size")

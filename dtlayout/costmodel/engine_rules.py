@@ -364,8 +364,8 @@ def find_kept_whole(engine: Engine, model: ModelShape) -> frozenset[str]:
     if model.family != FAMILY or engine.name != OWN_ENGINE:
         return frozenset({"tp", "cp"} if find_state(model) else ())
     whole = find_whole(model)
-    if "training" in whole:
-        return frozenset(whole.keys() - {"training"}) | ({"tp", "cp"} if find_state(model) else set())
+    if "training" in whole:  # it is predicted alone, and may have experts
+        return frozenset(whole.keys() - {"training"})
     return frozenset({"tp_overlap", "ep", *whole})
 
 

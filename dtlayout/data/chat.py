@@ -140,7 +140,7 @@ def describe_marks(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
 
     They are looked for in the template, and in a short conversation that it writes.
     """
-    if not any(each.messages_field for each in data.sources):
+    if not data.has_conversations:
         return []
     template = load_template(data.chat_template, data.tokenizer)
     unknown = [mark for mark in find_marks(template.source + _write_example(template)) if mark not in tokenizer.spelt]
@@ -155,7 +155,7 @@ def describe_marks(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
 def describe_ends(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
     """A line for conversations whose documents end with another token than the tokenizer's `eos_token`."""
     end, own = tokenizer.end_of_document, tokenizer.end_of_answer
-    if data.end_of_document or own is None or own == end or not any(each.messages_field for each in data.sources):
+    if data.end_of_document or own is None or own == end or not data.has_conversations:
         return []
     return [
         f"a conversation ends with {tokenizer.spell([end])}, behind the tokenizer's eos_token {tokenizer.spell([own])} "

@@ -295,16 +295,19 @@ def cut_into_chunks(units: Units, processes: int) -> Iterator[tuple[int, int]]:
 
     Chunks are smaller where little is left, so that no process is without one while another has several units.
     """
-    left = sum(f.stat().st_size for f, first in zip(units.files, units.firsts, strict=True) if first is not None)
-    most = min(_CHUNK_BYTES, left / processes)
+    sizes = [
+        None if first is None else max(1, file.stat().st_size)
+        for file, first in zip(units.files, units.firsts, strict=True)
+    ]
+    most = min(_CHUNK_BYTES, sum(each or 0 for each in sizes) / processes)
     begin, size = 0, 0
-    for i, (file, first) in enumerate(zip(units.files, units.firsts, strict=True)):
-        if first is None:
+    for i, left in enumerate(sizes):
+        if left is None:
             if size:
                 yield begin, i
             begin, size = i + 1, 0
             continue
-        size += max(1, file.stat().st_size)
+        size += left
         if size >= most:
             yield begin, i + 1
             begin, size = i + 1, 0

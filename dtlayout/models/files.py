@@ -63,10 +63,10 @@ def find_model(text: str) -> ModelShape:
             raise
 
 
-def _has_class(kind: str | None) -> bool:
-    """Whether `transformers` builds the models of a family: of a registered one it knows nothing."""
-    family = BUILT_IN.get(kind) if kind is not None else None
-    return family is not None and family is FAMILIES.get(family.name) and family.has_class
+def _has_class(kind: Any) -> bool:
+    """True if `transformers` builds the models of a family: of a registered one it knows nothing."""
+    family = BUILT_IN.get(kind)
+    return family is not None and family is FAMILIES[kind] and family.has_class
 
 
 def find_trained_model(text: str) -> ModelShape:

@@ -13,7 +13,6 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import first_line
 from dtlayout.tracing.attention import NAME, bind_kernel, register
 from dtlayout.tracing.record import list_tensors
-from dtlayout.tracing.shell import replace as put
 
 _KERNEL = "sdpa-flash"
 """The kernel of plain attention, which keeps no scores; it runs on fake tensors of the CPU."""
@@ -122,13 +121,8 @@ class BlockRunner:
 
     def shorten(self, num_blocks: int) -> None:
         """Leave out all blocks but the first ones."""
-        blocks = self.model.get_submodule(self.blocks_name)
-        kept = self.blocks[:num_blocks]
-        put(
-            self.model,
-            self.blocks_name,
-            nn.Sequential(*kept) if isinstance(blocks, nn.Sequential) else nn.ModuleList(kept),
-        )
+        blocks: Any = self.model.get_submodule(self.blocks_name)
+        del blocks[num_blocks:]
 
     @contextmanager
     def run(self, seq_len: int, dtype: torch.dtype, measurement: BlockRuns) -> Iterator[Any]:

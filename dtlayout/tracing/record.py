@@ -128,9 +128,9 @@ class Recorder(TorchFunctionMode):
         self._attention: dict[int, Mapping[str, Any]] = {}
         self._hooks: list[RemovableHandle] = []
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.ahead: str | None = None
-        """Module whose attention reads later tokens, the last one."""
         """Arguments of each block, in the order of their calls."""
+        self.ahead: str | None = None
+        """Module whose attention reads later tokens, the last one; empty for a block itself."""
 
     def watch(self, blocks: Sequence[nn.Module]) -> None:
         """Record what each of these modules does."""

@@ -266,9 +266,11 @@ def _one_document() -> Iterator[None]:
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Name and modules of the list that has most of a model's parameters; InvalidConfig if there is none."""
-    parts = [(name, part) for name, part in model.named_modules() if name]
-    lists = [each for each in parts if isinstance(each[1], nn.ModuleList) and len(each[1])]
-    lists = lists or [each for each in parts if isinstance(each[1], nn.Sequential) and len(each[1])]
+
+    def list_parts(kind: type[nn.ModuleList | nn.Sequential]) -> list[tuple[str, Any]]:
+        return [(name, part) for name, part in model.named_modules() if name and isinstance(part, kind) and len(part)]
+
+    lists = list_parts(nn.ModuleList) or list_parts(nn.Sequential)
     sizes = {name: sum(each.numel() for each in part.parameters()) for name, part in lists}
     if not lists:
         raise InvalidConfig("it has no list of blocks")

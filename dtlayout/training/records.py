@@ -160,9 +160,10 @@ class Records(Observer):
             lines = describe_training(trainer.batches.samples, self.config.train.steps)
             for name, each in held_out.items():
                 lines += describe_held_out(name, each, self.config.count_held_out_batches(name))
-            known = load_tokenizer(self.config.data.tokenizer, self.config.data.end_of_document)
-            lines += [f"note: {line}" for line in describe_marks(self.config.data, known)]
-            lines += [f"note: {line}" for line in describe_ends(self.config.data, known)]
+            if (data := self.config.data).has_conversations:
+                known = load_tokenizer(data.tokenizer, data.end_of_document)
+                notes = describe_marks(data, known) + describe_ends(data, known)
+                lines += [f"note: {line}" for line in notes]
             for line in lines:
                 self.display.say(line)
 

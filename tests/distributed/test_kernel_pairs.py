@@ -158,7 +158,7 @@ def run_compiled(case: Case) -> Any:
 
 
 def find_failure(case: Case) -> str:
-    """What a rank says as it fails, so that the pool lives on; empty if it does not."""
+    """Reason that a rank gives as it fails, so that the pool lives on; empty if it does not."""
     try:
         run_compiled(case)
     except Exception:

@@ -113,7 +113,7 @@ class Outcome:
 
 
 class Part(NamedTuple):
-    """What a rank holds of a tensor: its places along each axis of the whole."""
+    """Values of a tensor that a rank has, with their places along each axis of the whole."""
 
     size: tuple[int, ...]
     places: tuple[np.ndarray, ...]
@@ -122,7 +122,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of an outcome: parts of tensors, which `merge` puts together without a collective for each."""
+    """Parts of an outcome that a rank has; `merge` puts tensors together without a collective for each."""
 
     numbers: tuple[float, float] | None
     """Loss and gradient norm, of the first rank of a stage."""
