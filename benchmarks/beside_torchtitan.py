@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pages.markdown import table
-from benchmarks.speed import FORMATS, MODES, ROWS, SEQ_LEN, Step, joined, make_own_step, measure, print_seconds
+from benchmarks.speed import FORMATS, ROWS, SEQ_LEN, Step, add_rounds, joined, make_own_step, measure, print_seconds
 from dtlayout.base.process import leave
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
@@ -169,9 +169,7 @@ def main() -> None:
     """Work, where --work says so; else measure everything in rounds and print the page."""
     parser = argparse.ArgumentParser(prog="benchmarks.beside_torchtitan")
     parser.add_argument("--work", nargs=4, metavar=("PROGRAM", "LAYOUT", "FORMAT", "MODE"))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    add_rounds(parser)
     options = parser.parse_args()
     if options.work:
         with joined():

@@ -238,14 +238,19 @@ def time_around(num_steps: int) -> float:
         return 1 - in_steps / seconds["run.py", "run_steps"]
 
 
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how much is measured."""
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+
+
 def main() -> None:
     """Work, where --work says so; else measure everything in rounds and print the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", nargs=3, metavar=("PROGRAM", "FORMAT", "MODE"))
     parser.add_argument("--profile", choices=FORMATS)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    add_rounds(parser)
     options = parser.parse_args()
     if options.work:
         with joined():
