@@ -173,6 +173,11 @@ def find_unfitted(name: str, gpu: str) -> Engine:
     )
 
 
+def without_fit(engine: Engine) -> Engine:
+    """The engine before any run was seen, with the names of the constants that are fitted."""
+    return replace(engine, constants=find_unfitted(engine.name, engine.gpu).constants)
+
+
 def find_engine_on(name: str, gpu: Gpu) -> Engine:
     """The engine called `name` on these GPUs: as `find_engine`, and our own with the constants measured on them.
 

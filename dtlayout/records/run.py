@@ -104,6 +104,8 @@ class Run:
     """Remarks of the source on this row."""
     assumed: tuple[str, ...] = ()
     """Assumptions about facts that the source does not state, a sentence each."""
+    tells_memory: bool = True
+    """False if the source leaves out something on which memory rests: recomputation, or what lies on the host."""
 
     @property
     def site(self) -> str:

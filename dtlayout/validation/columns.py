@@ -115,7 +115,7 @@ COLUMNS: dict[str, Cell] = {
     **dict.fromkeys(("step_time_s", "tokens_per_s_gpu", "peak_memory_gb"), _ABOVE_0),
     "mfu": _number(0.0, 8.0, "empty or a fraction of the bf16 peak, 0 to 1, below bf16 to 8"),
     **dict.fromkeys(("source", "note"), str),
-    **dict.fromkeys(("tp_overlap", "ep_overlap", "expert_bias", "drops_tokens"), _truth(default=None)),
+    **dict.fromkeys(("tp_overlap", "ep_overlap", "expert_bias", "drops_tokens", "tells_memory"), _truth(default=None)),
     **dict.fromkeys(("query_rank", "kv_rank", "rope_width", "value_width", "window"), _whole(0, may_be_empty=True)),
     **dict.fromkeys(("optimizer_shards", "expert_tp"), _COUNT),
     "imbalance": _number(1.0, sys.float_info.max, "empty or a number of at least 1"),

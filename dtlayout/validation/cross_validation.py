@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from dtlayout.base import toml
 from dtlayout.base.formatting import plural
-from dtlayout.costmodel.engine import Engine
+from dtlayout.costmodel.engine import Engine, without_fit
 from dtlayout.records.intervals import (
     KNOWN,
     NEW_ENGINE,
@@ -43,7 +43,6 @@ from dtlayout.validation.predict import (
     group_runs,
     predict,
     with_engines,
-    without_fit,
 )
 from dtlayout.validation.scores import Prediction
 
@@ -57,6 +56,8 @@ _LEAST_ROWS = 9
 """Fewest rows whose largest error may stand for the bound of nine tenths of all."""
 DIFFERENCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Relative differences of predicted steps from which on pairs of layouts are counted together."""
+_LEAST_RUNS = 2
+"""Fewest runs for each constant of a fit to other groups: fewer would meet these runs, and say nothing of others."""
 _LEAST_GROUPS = 5
 """Fewest groups of dense models alone, or of mixtures alone, that have a range of their own."""
 _MOST_FITS = 8
@@ -164,15 +165,13 @@ def _leave_groups_out(runs: Sequence[Run], find: Callable[[Run], str], progress:
 
 
 def _fit(runs: Sequence[Run], starts: list[Engine]) -> list[Engine]:
-    """The engine on several GPU types fitted to runs; unchanged if no more of them ran than there are constants.
-
-    Such constants would meet each of these runs, and say nothing of others.
-    """
+    """The engine on several GPU types fitted to runs; unchanged if they are too few, see `_LEAST_RUNS`."""
     from dtlayout.validation.fit import list_parameters  # only now: it imports scipy
 
     gpus = {gpu_of(run) for run in runs if run.ran}
     constants = list_parameters([engine for engine in starts if engine.gpu in gpus])
-    return fit_engines(runs, starts) if sum(run.ran for run in runs) > len(constants) else starts
+    enough = sum(run.ran for run in runs) >= _LEAST_RUNS * len(constants)
+    return fit_engines(runs, starts) if enough else starts
 
 
 # What their errors say.

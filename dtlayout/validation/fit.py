@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from dtlayout.base.errors import DtlayoutError
-from dtlayout.costmodel.engine import ANY_GPU, Engine
+from dtlayout.costmodel.engine import ANY_GPU, Engine, without_fit
 from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import RankMemory
@@ -42,6 +42,12 @@ _OUTCOME_LOSSES = (("soft_l1", 0.01),)
 """The loss of outcomes alone, of which each is logistic."""
 _PEAK_LOSSES = (*_OUTCOME_LOSSES, ("cauchy", 0.01))
 """Losses of a peak: how far a host ran ahead differs between runs of one layout."""
+_PULL = 0.05
+"""Error of a further row for a constant at the other end of its bounds than before any fit, so that few rows move it
+little."""
+_FROM_END = 0.1
+"""Least distance from the ends of its bounds at which a constant starts: a host's time of 0 is hidden, and so are small
+ones."""
 _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
@@ -124,16 +130,20 @@ def _minimise_all(
             for engine in engines
         ]  # fmt: skip
 
-    def start_at(parameter: Parameter) -> float:
-        having = engines if parameter.gpu == ANY_GPU else [e for e in engines if e.gpu == parameter.gpu]
-        values = [getattr(e.constants, parameter.name) for e in having if parameter.name in (*e.shared, *e.fitted)]
-        return float(np.mean(values))
+    def average(parameter: Parameter, having: Sequence[Engine]) -> float:
+        return float(np.mean([
+            getattr(each.constants, parameter.name)
+            for each in having
+            if parameter.gpu in (ANY_GPU, each.gpu) and parameter.name in (*each.shared, *each.fitted)
+        ]))  # fmt: skip
 
+    unfitted = [without_fit(each) for each in engines]
     found = _find_least(
         [name for _, name in parameters],
-        [start_at(parameter) for parameter in parameters],
+        [average(parameter, engines) for parameter in parameters],
         lambda values: np.concatenate([find(engine) for engine in apply(values)]),
         losses,
+        expected=[average(parameter, unfitted) for parameter in parameters],
     )
     return apply(found)
 
@@ -155,14 +165,17 @@ def _find_least(
     start: Sequence[float],
     residuals: Callable[[Sequence[float]], np.ndarray],
     losses: Sequence[tuple[str, float]],
+    expected: Sequence[float] | None = None,
 ) -> list[float]:
     """Values of the named constants with least loss of the residuals, each scaled by the width of its bounds.
 
     Each of the losses starts where the one before ended. Constants of which the residuals don't speak are left out: the
-    trust region, wider than the step that is told, would fill up with them.
+    trust region, wider than the step that is told, would fill up with them. How far each of the others is from its
+    `expected` value is a residual too, see `_PULL`.
     """
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
     shares = (np.array(start) - low) / (high - low)
+    centre = None if expected is None else (np.array(expected) - low) / (high - low)
 
     def find(shares: np.ndarray) -> np.ndarray:
         return residuals(np.clip(low + shares * (high - low), low, high).tolist())
@@ -176,9 +189,14 @@ def _find_least(
         changed[told] = values
         return changed
 
+    def find_all(values: np.ndarray) -> np.ndarray:
+        found = find(with_told(values))
+        return found if centre is None else np.append(found, _PULL * (values - centre[told]))
+
+    shares = with_told(np.clip(shares[told], _FROM_END, 1 - _FROM_END))
     for loss, scale in losses:
         found = least_squares(
-            lambda values: find(with_told(values)), np.clip(shares[told], 1e-3, 1 - 1e-3), bounds=(0, 1), loss=loss,
+            find_all, np.clip(shares[told], 1e-3, 1 - 1e-3), bounds=(0, 1), loss=loss,
             f_scale=scale, diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
         )  # fmt: skip
         shares = with_told(found.x)

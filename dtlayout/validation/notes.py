@@ -33,6 +33,7 @@ _NOTES = (
         lambda found: {"window": int(found[1]), "expert_bias": True},
     ),
     _note(r"\boptimizer shards over (\d+) GPUs", lambda found: {"optimizer_shards": int(found[1])}),
+    _note(r"\bactivations of \d+ layers offloaded\b|\brecompute from release\b", tells_memory=False),
     _note(r"\bno async ?TP\b|\bvanilla TP\b", tp_overlap=False),
     _note(r"\basync ?TP\b", tp_overlap=True),
     _note(r"\ba2a overlap\b", ep_overlap=True),

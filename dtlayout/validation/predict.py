@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from dtlayout.base.errors import DtlayoutError
-from dtlayout.costmodel.engine import ANY_GPU, OWN_ENGINE, Engine, find_engine_on, find_unfitted
+from dtlayout.costmodel.engine import ANY_GPU, OWN_ENGINE, Engine, find_engine_on, without_fit
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.records.run import Run
@@ -209,11 +209,6 @@ def fit_group(runs: Sequence[Run], progress: Progress = lambda line: None) -> Fi
     progress(f"fitting {where}")
     engines = fit_engines(runs, starts)
     return Fitted(starts, engines, score(predict(runs)), predict(with_engines(runs, *engines)))
-
-
-def without_fit(engine: Engine) -> Engine:
-    """The engine before any run was seen, with the names of the constants that are fitted."""
-    return replace(engine, constants=find_unfitted(engine.name, engine.gpu).constants)
 
 
 def ablate(runs: Sequence[Run], engines: Sequence[Engine], progress: Progress = lambda line: None) -> list[Ablation]:

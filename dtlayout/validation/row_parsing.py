@@ -53,6 +53,7 @@ def assume(cells: dict[str, Any]) -> tuple[str, ...]:
     ]
     if engine in known_engines() and _to_zero(cells) < (cells["zero"] or 1):
         assumed.append(f"zero={cells['zero']} in a pipeline: {engine} keeps parameters gathered and gradients whole")
+    cells["tells_memory"] = cells["tells_memory"] is not False and "recompute" not in filled
     return tuple(assumed)
 
 

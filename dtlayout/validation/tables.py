@@ -188,4 +188,5 @@ def _to_run(cells: Cells) -> Run:
         table=cells["table"], row=cells["row"], source=cells["source"], note=cells["note"], outcome=cells["status"],
         scenario=scenario, layout=layout, measured=measured,
         kernels=to_kernels(cells), assumed=cells["assumed"],
+        tells_memory=cells["tells_memory"],
     )  # fmt: skip

@@ -169,6 +169,24 @@ def test_attention(kernel, forward_us, backward_us):
     assert twice == pytest.approx((forward_us * US * 2, backward_us * US * 2))
 
 
+@pytest.mark.parametrize(("num_heads", "times"), [(5, 1), (10, 4), (2, 4)])
+def test_products_with_scores_in_memory_are_slower_where_16_does_not_divide_the_bytes_of_a_heads_row(num_heads, times):
+    """Heads of 200, 100 and 500 numbers, two bytes each."""
+    odd, other = scenario(odd_scores_share=0.25), scenario()
+    model = replace(odd.model, num_heads=num_heads, num_kv_heads=num_heads)
+    assert model.head_width == 1000 / num_heads
+    odd, other = replace(odd, model=model), replace(other, model=model)
+    passes_s = num_heads * 1000 * 1000 * 20 / 1e12
+    for kernel, moved_s in (("torch", passes_s), ("megatron-softmax", passes_s / 10)):
+        (slow_s, slow_again_s), (forward_s, backward_s) = (
+            attention_s(each, Layout(), Kernels(attention=kernel)) for each in (odd, other)
+        )
+        assert slow_s - moved_s == pytest.approx(times * (forward_s - moved_s))
+        assert slow_again_s - 1.5 * moved_s == pytest.approx(times * (backward_s - 1.5 * moved_s))
+    flash = Kernels(attention="sdpa-flash")
+    assert attention_s(odd, Layout(), flash) == attention_s(other, Layout(), flash)
+
+
 @pytest.mark.parametrize(("kernel", "share"), [("sdpa-flash", (1 + 2 * 0.1 - 0.1**2) / 2), ("torch", 1)])
 def test_flash_kernels_skip_what_a_window_hides_in_every_other_block(kernel, share):
     """100 of 1000 tokens: 0.1·s² - 0.005·s² of the s²/2 scores below the mask."""

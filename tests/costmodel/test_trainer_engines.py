@@ -108,6 +108,18 @@ def test_fsdp_adds_gradients_of_several_microbatches_up_whole(zero):
     assert reductions == [1, 4]
 
 
+def test_kempnerforge_holds_the_sum_of_microbatches_whole_and_parameters_once_where_nobody_shares_them():
+    trained, _ = count(MODEL)
+    precision = Precision(params="bfloat16")
+    layout = Layout(dp_shard=8, zero=3)
+    one, four = (predict("kempnerforge", layout, steps=steps, precision=precision) for steps in (1, 4))
+    assert four.memory[0].gradients > 0.9 * 4 * trained > 10 * one.memory[0].gradients
+    assert four.memory[0].parameters == one.memory[0].parameters
+    assert count_reductions(scenario_of("kempnerforge", layout), layout, 4) == 1
+    alone = predict("kempnerforge", Layout(), precision=precision)
+    assert alone.memory[0].parameters == 2 * trained + TABLES
+
+
 def test_ddp_has_buckets_of_all_gradients():
     trained, _ = count(MODEL)
     one, two = (predict("accelerate", Layout(dp_replicate=n)).memory[0] for n in (1, 2))

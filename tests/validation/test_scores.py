@@ -72,6 +72,9 @@ def test_memory_is_the_median_error_of_the_first_pipeline_rank():
 def test_false_oom_is_the_share_of_what_ran_that_is_predicted_not_to_fit():
     rows = [predict("ok", 0.4, fits=fits) for fits in (True, False, True, True)]
     assert score([*rows, predict("oom", fits=False)]).false_oom == 0.25
+    open_row = predict("ok", 0.4, fits=False)
+    untold = replace(open_row, run=replace(open_row.run, tells_memory=False))
+    assert score([*rows, untold]).false_oom == 0.25
     assert score([predict("oom", fits=False)]).false_oom is None
 
 

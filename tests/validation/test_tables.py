@@ -253,12 +253,20 @@ def test_columns_name_kernels_methods_and_experts(tmp_path):
         ("sft trainer step; flash_attention_3", {"attention": "fa3"}),
         ("experts packed; routing not forced", {"experts_kernel": "grouped"}),
         ("experts unpacked; routing not forced", {"experts_kernel": "loop"}),
+        ("activations of 20 layers offloaded to host", {"tells_memory": False}),
+        ("recompute from release 25.11's recipe with this layout", {"tells_memory": False}),
         ("a quiet day", {}),
     ],
 )
 def test_notes_are_read_into_columns(note, cells):
     found = read_note(note)
     assert cells.items() <= found.items() and bool(found) == bool(cells)
+
+
+def test_a_row_that_leaves_recomputation_or_offload_open_does_not_tell_what_memory_holds(tmp_path):
+    assert read(tmp_path, recompute="none").tells_memory and read(tmp_path, tells_memory="true").tells_memory
+    for cells in ({"recompute": ""}, {"tells_memory": "false"}, {"note": "activations of 4 layers offloaded"}):
+        assert not read(tmp_path, **cells).tells_memory
 
 
 def test_a_column_goes_before_a_note(tmp_path):

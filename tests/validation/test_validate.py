@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.costmodel.engine import Engine, find_engine
+from dtlayout.costmodel.engine import Engine, find_engine, without_fit
 from dtlayout.costmodel.engine_constants import RunAheadConstants
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
@@ -28,7 +28,6 @@ from dtlayout.validation.predict import (
     normalise_run,
     predict,
     with_engines,
-    without_fit,
 )
 from dtlayout.validation.scores import score
 from dtlayout.validation.tables import read_tables
@@ -205,6 +204,13 @@ def test_a_fit_recovers_the_constants_that_made_the_runs(true_engine):
     (fitted,) = fit_engines(runs, [without_fit(true_engine)])
     assert fitted.at_bounds == ()
     assert {name: getattr(fitted.constants, name) for name in TRUE} == pytest.approx(TRUE, rel=0.02)
+
+
+def test_few_runs_move_a_constant_less_than_many_that_say_the_same():
+    true = known_engine(link_efficiency=0.25)
+    run = next(run for run in generate_runs(true) if run.layout.tp == 2)
+    few, many = (fit_engines([run] * times, [without_fit(true)])[0].constants.link_efficiency for times in (1, 40))
+    assert abs(many - 0.25) < 1e-4 < 5e-4 < few - 0.25 < 0.01
 
 
 def test_a_constant_that_no_run_speaks_of_stays_as_it_is(true_engine):
