@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 from benchmarks.pages.markdown import table
 from dtlayout.base import toml
@@ -34,7 +35,7 @@ from dtlayout.validation.cross_validation import (
 )
 from dtlayout.validation.fit import list_parameters
 from dtlayout.validation.predict import ablate, describe_group, find_engines, fit_group, group_for_fit, predict
-from dtlayout.validation.scores import Errors, Prediction, Scores, by_table, score, score_group
+from dtlayout.validation.scores import Errors, Prediction, Scores, by_table, kendall_tau_b, score, score_group
 from dtlayout.validation.tables import Tables, find_tables, read_tables
 
 REFERENCES = {  # of the study's five main sweeps, and of the Playbook's 1B and 8B
@@ -57,6 +58,10 @@ _ALL = (
     ("all", "", "", ""),
 )
 """Kinds of rows that have a line together."""
+_SWEEPS = ("aa", "playbook")
+"""What begins the names of the tables of the two sweeps."""
+_LEAST_LAYOUTS = 3
+"""Fewest layouts of a job whose order is scored."""
 _MOST_LINES = 12
 """Models or tables of a file that have a line each; of more, none has."""
 EXPLAINED = Path(__file__).with_name("explained.toml")
@@ -127,6 +132,7 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     yield "or more) and of the peak of pipeline rank 0; *signed* and *absolute* are medians. *Left out*: constants"
     yield "fitted to the other models alone, or to the runs on other GPU types. *Inside*: rows of a hundred inside an"
     yield "interval that rests on other rows than theirs ([docs/theory/validation.md](../docs/theory/validation.md)).\n"
+    yield from _report_published(rows)
     yield from _report_groups(rows)
     yield from _report_kinds(rows)
     yield from _report_kept(rows.models)
@@ -135,6 +141,38 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     yield from _report_unpredicted(files)
     yield from _report_orders(rows.models.all_predictions)
     yield from _report_worst(rows)
+
+
+def _report_published(rows: Rows) -> Iterator[str]:
+    """Median and mean errors of speed of published rows, and in which order their layouts came, each way."""
+    yield "## Published rows\n"
+    yield "Absolute errors of speed, median and mean, outside of the two sweeps. *tau of jobs*: Kendall's tau-b of each"
+    yield f"job with {_LEAST_LAYOUTS} layouts or more, a model and a batch on so many GPUs; the mean over jobs.\n"
+    lines = []
+    for way, predictions in rows.ways.items():
+        found = [p for p in predictions if p.is_scored and p.run.table.partition("/")[0] not in _SWEEPS]
+        cells = []
+        for is_mixture in (False, True):
+            errors = [abs(p.speed_error) for p in found if (p.run.scenario.model.experts is not None) == is_mixture]
+            cells += [str(len(errors)), *(_percent(each(errors) if errors else None) for each in (median, mean))]
+        taus = list(_rank_jobs(found))
+        lines.append([way, *cells, str(len(taus)), f"{mean(taus):.3f}" if taus else "–"])
+    of_kinds = [f"{kind}: {what}" for kind in ("dense", "mixtures") for what in ("rows", "median", "mean")]
+    yield from (*table(["constants", *of_kinds, "jobs", "tau of jobs"], lines, num_words=1), "")
+
+
+def _rank_jobs(predictions: Iterable[Prediction]) -> Iterator[float]:
+    """Kendall's tau-b of each job with enough layouts."""
+    jobs: dict[tuple[Any, ...], list[Prediction]] = {}
+    for p in predictions:
+        s = p.run.scenario
+        job = p.run.table, s.engine.name, s.model, s.batch, s.precision, s.cluster.gpu.name, s.cluster.num_gpus
+        jobs.setdefault(job, []).append(p)
+    for found in jobs.values():
+        if len({p.run.layout for p in found}) >= _LEAST_LAYOUTS:
+            tau = kendall_tau_b([p.speed for p in found], [p.run.speed or 0.0 for p in found])
+            if tau is not None:
+                yield tau
 
 
 def _percent(value: float | None, sign: str = "") -> str:
