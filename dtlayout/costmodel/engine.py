@@ -72,7 +72,8 @@ class Engine:
         ]
         if problems:
             raise InvalidConfig(problems)
-        usual = {key: formats[0] for key, formats in known.items()} or {"reduce": self.features.default_reduce}
+        by_default = {"params": self.features.default_params, "reduce": self.features.default_reduce}
+        usual = {key: formats[0] for key, formats in known.items()} or by_default
         engine, precision = self, Precision(**{**usual, **named})  # type: ignore[arg-type]
         if known and precision.reduce != usual["reduce"]:
             size = BYTES[precision.reduce]
@@ -90,6 +91,8 @@ class Engine:
         """Assumptions of a prediction beside layout and kernels: name → value and what it is, in words."""
         gradients = precision.reduce if self.features.sharding == "fsdp2" else self.features.gradients
         said = {"precision.reduce": (gradients, "the format in which gradients are added up and reduced")}
+        if self.features.default_params != Precision().params:
+            said["precision.params"] = (precision.params, "the format of the parameters that the optimizer updates")
         values = {name: getattr(self.features, name) for name in CHOICES}
         return said | {name: (CHOICES[name].word(value), CHOICES[name].meaning) for name, value in values.items()}
 

@@ -88,6 +88,8 @@ class Features:
     """Bytes of a gradient while microbatches are accumulated; for fsdp2 precision.reduce says them."""
     reduce_bytes: int = 4
     """Bytes of a gradient when it is sent to other data-parallel ranks."""
+    default_params: str = "float32"
+    """Format of the parameters that an fsdp2 engine's optimizer updates by default; `formats` says it of others."""
     default_reduce: str = "float32"
     """Format in which an fsdp2 engine reduces gradients by default; `gradient_bytes` says it of others."""
     other_reduces: tuple[str, ...] = ()
@@ -288,8 +290,6 @@ class Defaults:
     """True if sequence parallelism is on beside tensor parallelism."""
     tp_overlap: bool | None = None
     """True if dense models' messages of tp are sent in pieces beside matmuls, under sequence parallelism."""
-    params: str | None = None
-    """Format of the master parameters, where runs are not as the program is by default."""
     gradients: str | None = None
     """Format in which gradients are added up and reduced, where runs are not as the program is by default."""
     fuses_norms: bool = False

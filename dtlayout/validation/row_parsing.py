@@ -76,8 +76,6 @@ def to_engine(cells: Cells) -> tuple[Engine, Precision]:
     asked = dict(PRECISIONS[cells["precision"]])
     if cells["gradients"]:
         asked["reduce"] = cells["gradients"]
-    if usual := find_usual(cells["engine"]).params:
-        asked["params"] = usual
     return find_engine(cells["engine"], cells["gpu"]).told(told).told_formats(asked)
 
 
