@@ -50,6 +50,7 @@ from dtlayout.data.pieces import (
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.data.tokenizing import Tokenized, Units, describe_bad, dtype_of, write_parts
+from dtlayout.data.unpacked import estimate_unpacked_bytes
 
 HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MASK_NAME: "taught_sha256"}
 """File → key of tokens.json with its hash."""
@@ -115,9 +116,9 @@ class PreparedShard(NamedTuple):
 def prepare_shard(data: DataConfig, shard: int, num_shards: int, *, processes: int = 1) -> PreparedShard:
     """Tokenize one of `num_shards` parts of the files of `data.source`, and join nothing; `shard` counts from 0.
 
-    Shards are files that follow each other, as equal in size as whole files can be. Once all are done, on whatever
-    machines, `prepare_tokens` joins them, and tokenizes what is missing. DataError for a source that has no files here,
-    and with `max_tokens`, which counts from the first file on.
+    Shards are files that follow each other, as equal in unpacked size as whole files can be. Once all are done, on
+    whatever machines, `prepare_tokens` joins them, and tokenizes what is missing. DataError for a source that has no
+    files here, and with `max_tokens`, which counts from the first file on.
     """
     if data.max_tokens:
         raise DataError(
@@ -143,8 +144,8 @@ def prepare_shard(data: DataConfig, shard: int, num_shards: int, *, processes: i
 
 
 def _choose(files: Sequence[Path], shard: int, num_shards: int) -> range:
-    """Numbers of the files of a shard: those whose middle lies in its part of all bytes."""
-    sizes = np.array([max(1, file.stat().st_size) for file in files], np.int64)
+    """Numbers of the files of a shard: those whose middle lies in its part of all bytes, unpacked."""
+    sizes = np.array([estimate_unpacked_bytes(file) for file in files], np.int64)
     middles = sizes.cumsum() - sizes / 2
     places = np.minimum(num_shards - 1, (middles * num_shards / sizes.sum()).astype(np.int64))
     begin, end = (int(np.searchsorted(places, number)) for number in (shard, shard + 1))

@@ -1,9 +1,9 @@
 """Tokenize the units of a corpus that no part holds yet: in this process, or in several that share its files.
 
 [Note: chunks]
-Files that follow each other make a chunk, some 64 MB of them, or one file that is larger. Each process takes the next
-chunk when it is done with one, and writes parts of its own. Parts say which rows of which file they cover, so joining
-gives the tokens of one process to the byte, whoever has tokenized what.
+Files that follow each other make a chunk, some 64 MB of them unpacked, or one file that is larger. Each process takes
+the next chunk when it is done with one, and writes parts of its own. Parts say which rows of which file they cover, so
+joining gives the tokens of one process to the byte, whoever has tokenized what.
 """
 
 import os
@@ -33,6 +33,7 @@ from dtlayout.data.documents import DocumentRead, read_documents
 from dtlayout.data.pieces import PieceWriter, find_pieces
 from dtlayout.data.sources import Corpus, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
+from dtlayout.data.unpacked import estimate_unpacked_bytes
 
 _PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, the work that a kill can cost
 _CHUNK_BYTES = 1 << 26
@@ -296,7 +297,7 @@ def cut_into_chunks(units: Units, processes: int) -> Iterator[tuple[int, int]]:
     Chunks are smaller where little is left, so that no process is without one while another has several units.
     """
     sizes = [
-        None if first is None else max(1, file.stat().st_size)
+        None if first is None else estimate_unpacked_bytes(file)
         for file, first in zip(units.files, units.firsts, strict=True)
     ]
     most = min(_CHUNK_BYTES, sum(each or 0 for each in sizes) / processes)
