@@ -47,7 +47,7 @@ from dtlayout.data.pieces import (
     forget_parts,
     write_units,
 )
-from dtlayout.data.sources import list_files
+from dtlayout.data.sources import find_shared_folder, list_files
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.data.tokenizing import Tokenized, Units, describe_bad, dtype_of, write_parts
 from dtlayout.data.unpacked import estimate_unpacked_bytes
@@ -173,7 +173,8 @@ def _open(data: DataConfig) -> _Work:
     files = list_files(data.source, data.split)
     provenance = _find_provenance(data)
     names = _name_units(data, provenance, tokenizer, files)
-    return _Work(tokenizer, Units(files, names), provenance, Path(data.folder) / _hash([names, data.max_tokens]))
+    units = Units(files, names, folder=find_shared_folder(files) if files else Path())
+    return _Work(tokenizer, units, provenance, Path(data.folder) / _hash([names, data.max_tokens]))
 
 
 class NoText(DataError):
@@ -250,7 +251,7 @@ def _name_units(
     what |= {"format": _CHAT_FORMAT if data.messages_field else _FORMAT, "tokenizer": tokenizer.fingerprint}
     if not files:
         return [_hash({**what, "source": data.source, "split": data.split})]
-    shared = os.path.commonpath([file.absolute().parent for file in files])
+    shared = find_shared_folder(files)
     stats = [(os.path.relpath(file.absolute(), shared), file.stat()) for file in files]
     return [_hash({**what, "file": [name, stat.st_size, stat.st_mtime_ns]}) for name, stat in stats]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,11 +71,13 @@ class Units:
     """First row of each unit that no part holds; None for a unit that is not read."""
     known: Sequence[int] = ()
     """Tokens of each unit that parts hold."""
+    folder: Path = Path()
+    """Folder that all files of the corpus share, those of other units too."""
 
     def take(self, begin: int, end: int) -> "Units":
         """Some of the units."""
         return Units(
-            self.files[begin:end], self.names[begin:end], self.firsts[begin:end], self.known[begin:end]
+            self.files[begin:end], self.names[begin:end], self.firsts[begin:end], self.known[begin:end], self.folder
         )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def write_parts(
         None if (chain and chain[-1].is_end) or i not in chosen else chain[-1].end_row if chain else 0
         for i, chain in enumerate(found)
     ]
-    units = Units(units.files, units.names, firsts, known)
+    units = replace(units, firsts=firsts, known=known)
     first_missing = next((i for i, first in enumerate(firsts) if first is not None), None)
     limit = data.max_tokens or float("inf")
     if first_missing is None or sum(known[: first_missing + 1]) >= limit:
@@ -167,7 +169,7 @@ def _saying_the_end() -> Iterator[None]:
 def _open_units(data: DataConfig, units: Units) -> Corpus:
     """Units of a source, ready to be read."""
     fields = {data.messages_field or data.text_field, *(["tools"] if data.messages_field else [])}
-    return open_corpus(data.source, [*units.files], data.split, fields)
+    return open_corpus(data.source, [*units.files], data.split, fields, units.folder)
 
 
 def _tokenize(
@@ -383,9 +385,11 @@ class _BadRows:
 
 
 def describe_bad(number: int, first: str, data: DataConfig) -> str:
-    """Reason why bad rows are refused; `first` is the place and the reason of the first one."""
+    """Reason why bad rows are refused; `first` is the place in the source and the reason of the first one."""
     if data.max_bad_rows == 0:
-        return f"{first} (data.max_bad_rows=N leaves out up to N bad rows of each source)"
+        return (
+            f"reading {data.source!r} broke at {first} (data.max_bad_rows=N leaves out up to N bad rows of each source)"
+        )
     rows = plural(number, "bad row")
     return (
         f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first} (the limit "
