@@ -22,6 +22,7 @@ first process wins, and a later one has worked in vain and uses the first one's 
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -58,6 +59,9 @@ HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MAS
 # Parts of the fingerprint: raise one when the same corpus would give other bytes, or other refusals.
 _FORMAT = 3  # of plain text
 _CHAT_FORMAT = 4  # of conversations; 4: messages are checked, and those without an answer counted
+
+_BYTES_PER_TOKEN = 4
+"""Bytes of text that a token of a usual tokenizer stands for."""
 
 
 def prepare_tokens(
@@ -141,6 +145,20 @@ def prepare_shard(data: DataConfig, shard: int, num_shards: int, *, processes: i
     except OSError as error:
         raise DataError(f"cannot write tokens to {str(work.parts)!r}: {error}") from error
     return PreparedShard(len(chosen), len(work.units.files), work.parts, done)
+
+
+def estimate_unprepared_bytes(data: DataConfig) -> float:
+    """Bytes of text that `prepare_tokens` would read of `data.source`, about; 0 where that is done already.
+
+    Infinity for a dataset of the hub, which has to be fetched. DataError if the source or its tokenizer is not there.
+    """
+    work = _open(data)
+    if (work.target / INFO_NAME).exists():
+        return 0
+    if not work.units.files:
+        return math.inf
+    size = sum(map(estimate_unpacked_bytes, work.units.files))
+    return min(size, data.max_tokens * _BYTES_PER_TOKEN) if data.max_tokens else size
 
 
 def _choose(files: Sequence[Path], shard: int, num_shards: int) -> range:
