@@ -34,9 +34,8 @@ from dtlayout.base.terminal import guarded
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config
-from dtlayout.config.sections import TrainConfig
 from dtlayout.models.proofs import refuse_unproven
-from dtlayout.training.metrics import Summary, note_crash, read_summary, write_summary
+from dtlayout.training.metrics import Summary, has_done_all, note_crash, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0
 _LAUNCHERS = (  # how many processes it started, which of them this one is
@@ -112,15 +111,6 @@ def _count(variable: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def _has_done_all(summary: dict[str, Any], train: TrainConfig) -> bool:
-    """Whether a run folder's summary says that the run has the length which is asked for."""
-    if summary.get("outcome") != "done":
-        return False
-    if train.epochs:
-        return bool(summary.get("epochs", 0) >= train.epochs)
-    return bool(summary.get("steps", 0) >= train.steps)
-
-
 def _run(config: Config, stop: StopRequest) -> int:
     folder, is_writer = Path(config.train.run_folder), os.environ.get("RANK", "0") == "0"
     summary = read_summary(folder)
@@ -136,7 +126,7 @@ def _run(config: Config, stop: StopRequest) -> int:
         raise
     if is_restart() and (ended := _find_end(summary, layout.world_size)) is not None:
         return ended
-    if _has_done_all(summary, config.train):
+    if has_done_all(summary, config.train):
         _refuse_another_run(config, folder)
         if is_writer:
             longer = "train.epochs" if config.train.epochs else "train.steps"

@@ -12,7 +12,8 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dtlayout.base.errors import DtlayoutError
@@ -136,6 +137,26 @@ def _named_errors() -> Iterator[None]:
 def is_terminal(stream: TextIO) -> bool:
     """Whether a stream is a terminal, guarded or not."""
     return (stream.stream if isinstance(stream, _Encoded) else stream).isatty()
+
+
+def read_lines(mark: str) -> Iterator[str]:
+    """Lines of stdin without their ends; at a terminal each is asked for by a mark, and can be edited.
+
+    Bytes that are no text become U+FFFD. KeyboardInterrupt at Ctrl-C.
+    """
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not (sys.stdin and is_terminal(sys.stdin) and is_terminal(sys.stdout)):
+        yield from (line.rstrip("\n") for line in sys.stdin or ())
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401, with it input() has arrows and a history
+    with suppress(EOFError):
+        while True:
+            with redirect_stdout(sys.stdout.stream if isinstance(sys.stdout, _Encoded) else sys.stdout):
+                line = input(mark)  # which takes a guarded stdout for no terminal
+            yield line
+    print()
 
 
 def find_width() -> int:

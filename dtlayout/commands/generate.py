@@ -1,21 +1,29 @@
-"""dtlayout generate: text from a run, a checkpoint or a Hugging Face folder; under torchrun with tp over its ranks."""
+"""dtlayout generate: text from a run, a checkpoint or a Hugging Face folder; under torchrun with tp over its ranks.
+
+With `--chat` the prompt is a question. Without `--prompt` each line of stdin is then the next one of a conversation.
+"""
 
 import argparse
 import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dtlayout.base.errors import InvalidConfig
-from dtlayout.commands.arguments import show
-from dtlayout.commands.source import find_adapter_data, find_config, find_data, find_kept
+from dtlayout.base.errors import EXIT_DONE, EXIT_INTERRUPTED, InvalidConfig
+from dtlayout.base.terminal import read_lines
+from dtlayout.commands.arguments import JsonDocument, show
+from dtlayout.commands.source import find_adapter_data, find_config, find_data, find_kept, find_text_length
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
-from dtlayout.models.beside import CONFIG, TEMPLATE_NAME, find_ends
-from dtlayout.models.peft import is_peft
+from dtlayout.models.beside import GENERATION, TEMPLATE_NAME, find_ends, find_sampling
+from dtlayout.models.peft import find_base_folder, is_hf_folder, is_peft
 
 if TYPE_CHECKING:
     from dtlayout.data.tokenizer import Tokenizer
+    from dtlayout.training.conversation import Conversation
+    from dtlayout.training.generate import Sampling
 
 EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
 
@@ -25,11 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="a run, a checkpoint, or a Hugging Face or PEFT folder"
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text goes on from")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a question, asked as the chat template says")
-    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="100 by default")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest always; 0.8 by default")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="0.95 by default")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the text goes on from")
+    chat = "the prompt is a question, asked as the chat template says; without --prompt each line of stdin is one"
+    parser.add_argument("--chat", action="store_true", help=f"{chat}, and all earlier turns stand before it")
+    parser.add_argument("--system", default="", metavar="TEXT", help="with --chat, the system message that comes first")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="of an answer; 100 by default")
+    said = "by default what the source's generation_config.json says, else"
+    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest always; {said} 0.8")
+    parser.add_argument("--top-p", type=float, metavar="P", help=f"{said} 0.95")
+    parser.add_argument("--top-k", type=int, metavar="K", help=f"0 for all tokens; {said} 0")
     parser.add_argument("--seed", type=int, default=0, help="0 by default")
     parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json or its folder; by default the source's")
     parser.add_argument("--end-of-document", default="", metavar="TOKEN", help="the token that ends a text")
@@ -46,63 +58,160 @@ def run(options: argparse.Namespace) -> int:
     """Print the text as it comes."""
     from dtlayout.data.tokenizer import load_tokenizer  # only now: the rest imports torch
     from dtlayout.training.devices import open_device
-    from dtlayout.training.generate import Sampling, find_shape, generate, is_hf_folder, open_model, stream_text
+    from dtlayout.training.generate import find_shape, generate, open_model, stream_text
     from dtlayout.training.rendezvous import join_ranks
 
-    if options.max_tokens < 1:
-        raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
-    if not options.source.exists():
-        raise InvalidConfig(f"there is no folder {options.source}; give a run, a checkpoint or a Hugging Face folder")
-    sampling = Sampling(options.temperature, options.top_p, options.seed)
-    is_hf = is_hf_folder(options.source)
-    data = _find_data(options, is_hf=is_hf)
+    _check(options)
+    base = _find_base(options)
+    sampling = _choose_sampling(options, base)
+    data = _find_data(options)
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     device = open_device("auto", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_ranks(device, timeout_s=600)
-    is_writer = os.environ.get("RANK", "0") == "0"
-    if options.chat:
-        template = load_template(data.chat_template, data.tokenizer)
-        question = template.render([{"role": "user", "content": options.prompt}], asks=True)
-        prompt = tokenizer.encode_chats([question])[0][0].tolist()
-    else:
-        prompt = [*tokenizer.begin, *tokenizer.encode_batch([options.prompt])[0].tolist()]
-    prompt = prompt or [tokenizer.end_of_document]  # after which a document begins
+    conversation = _open_conversation(options, data, tokenizer, base) if options.chat else None
+    prompt = _write_prompt(options, tokenizer, conversation)
     vocab_size = find_shape(options.source).vocab_size
-    if max(prompt) >= vocab_size:
+    _refuse_beyond(prompt, vocab_size)
+    max_len = len(prompt) + options.max_tokens
+    model = open_model(options.source, max_len, options.format, device.type, options.base)
+    ends = {tokenizer.end_of_document, *(() if options.end_of_document else _find_other_ends(options, base, tokenizer))}
+    take = sampling.make()
+
+    def answer(prompt: list[int], max_tokens: int) -> Iterator[str]:
+        _refuse_beyond(prompt, vocab_size)
+        return stream_text(generate(model, prompt, max_tokens, take, ends=ends), tokenizer.decode, prompt)
+
+    if conversation is not None and options.prompt is None:
+        return _converse(options, conversation, answer)
+    before = "" if options.chat else options.prompt or ""
+    text = _print(options, answer(prompt, options.max_tokens), before)
+    return _finish(options, {"prompt": options.prompt or "", "text": text})
+
+
+def _check(options: argparse.Namespace) -> None:
+    """InvalidConfig for options that do not go together, and for a source that is not there."""
+    if options.max_tokens < 1:
+        raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
+    if options.system and not options.chat:
+        raise InvalidConfig("--system is the first message of a conversation: it needs --chat")
+    if not options.source.exists():
+        raise InvalidConfig(f"there is no folder {options.source}; give a run, a checkpoint or a Hugging Face folder")
+
+
+def _is_first() -> bool:
+    """Whether this rank prints, and reads stdin."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print(options: argparse.Namespace, pieces: Iterable[str], before: str = "") -> str:
+    """Print the pieces of a text as they come, behind the text `before`; returns the whole text without that."""
+    if not _is_first() or options.json:
+        return "".join(pieces)
+    print(before, end="", flush=True)
+    text = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        text += piece
+    print(flush=True)
+    return text
+
+
+def _finish(options: argparse.Namespace, document: JsonDocument) -> int:
+    """Print the document of texts that `--json` has held back, and return 0."""
+    return show(options, document, lambda _: []) if options.json and _is_first() else EXIT_DONE
+
+
+def _converse(
+    options: argparse.Namespace, conversation: "Conversation", answer: Callable[[list[int], int], Iterator[str]]
+) -> int:
+    """Answer the questions of stdin, until it ends or Ctrl-C is pressed."""
+    from dtlayout.training.conversation import share_prompts  # only now: it imports torch
+
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for others hears of no KeyboardInterrupt
+    try:
+        for prompt in share_prompts(map(conversation.ask, filter(str.strip, read_lines("> ")))):
+            max_tokens = conversation.limit(prompt, options.max_tokens)
+            conversation.add_answer(_print(options, answer(prompt, max_tokens)))
+    except KeyboardInterrupt:
+        print()
+        return EXIT_INTERRUPTED
+    return _finish(options, {"messages": conversation.messages})
+
+
+def _open_conversation(
+    options: argparse.Namespace, data: DataConfig, tokenizer: "Tokenizer", base: Path | None
+) -> "Conversation":
+    """A conversation without a question yet, which may begin with a system message."""
+    from dtlayout.training.conversation import Conversation  # only now: it imports torch
+
+    config = None if is_hf_folder(options.source) else find_config(options.source)
+    template = load_template(data.chat_template, data.tokenizer)
+    context = find_text_length(config, base) if options.prompt is None else None  # one prompt may have any length
+    return Conversation(template, tokenizer, system=options.system, context=context)
+
+
+def _write_prompt(
+    options: argparse.Namespace, tokenizer: "Tokenizer", conversation: "Conversation | None"
+) -> list[int]:
+    """Ids of the prompt that the options give; none where questions are read from stdin.
+
+    DataError if the chat template refuses the question, or in a conversation any question.
+    """
+    if conversation is not None and options.prompt is not None:
+        return conversation.ask(options.prompt)
+    if conversation is not None:
+        conversation.check()
+        return []
+    ids = [*tokenizer.begin, *tokenizer.encode_batch([options.prompt or ""])[0].tolist()]
+    return ids or [tokenizer.end_of_document]  # after which a document begins
+
+
+def _refuse_beyond(prompt: list[int], vocab_size: int) -> None:
+    """InvalidConfig for ids that the model has no rows for."""
+    if max(prompt, default=0) >= vocab_size:
         raise InvalidConfig(
             f"the tokenizer gives the prompt id {max(prompt)}, the model has vocab_size={vocab_size}; "
             f"give the --tokenizer that it was trained with"
         )
-    max_len = len(prompt) + options.max_tokens
-    model = open_model(options.source, max_len, options.format, device.type, options.base)
-    ends = {tokenizer.end_of_document, *(() if options.end_of_document else _find_other_ends(options, tokenizer))}
-    ids = generate(model, prompt, options.max_tokens, sampling.make(), ends=ends)
-    pieces = stream_text(ids, tokenizer.decode, prompt)
-    if not is_writer or options.json:
-        text = "".join(pieces)
-        return show(options, {"prompt": options.prompt, "text": text}, lambda _: []) if is_writer else 0
-    print("" if options.chat else options.prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return 0
 
 
-def _find_other_ends(options: argparse.Namespace, tokenizer: "Tokenizer") -> set[int]:
+def _choose_sampling(options: argparse.Namespace, base: Path | None) -> "Sampling":
+    """How tokens are drawn: by the options, else by the source's generation_config.json, else as `Sampling` does."""
+    from dtlayout.training.generate import Sampling  # only now: it imports torch
+
+    asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    asked["seed"] = options.seed
+    said: dict[str, Any] = {**find_sampling(base)} if base else {}
+    ours = Sampling(**asked)
+    try:
+        return replace(ours, **{name: value for name, value in said.items() if name not in asked})
+    except InvalidConfig as error:
+        raise InvalidConfig([f"{base}/{GENERATION}: {problem}" for problem in error.problems]) from None
+
+
+def _find_base(options: argparse.Namespace) -> Path | None:
+    """The folder with the config.json and generation_config.json of a source's model, or None."""
+    source = options.source
+    if is_hf_folder(source):
+        return find_base_folder(source)
+    return find_kept(source, find_config(source)) or options.base
+
+
+def _find_other_ends(options: argparse.Namespace, base: Path | None, tokenizer: "Tokenizer") -> set[int]:
     """Ids that end a text beside the end of a document, such as that of an answer's end."""
-    is_hf = is_peft(options.source) or (options.source / CONFIG).is_file()
-    base = options.source if is_hf else find_kept(options.source, find_config(options.source))
-    said = find_ends(base) if base and not (options.tokenizer and not is_hf) else []
+    said = find_ends(base) if base and not (options.tokenizer and not is_hf_folder(options.source)) else []
     return {end for end in (tokenizer.end_of_answer, *said) if end is not None}
 
 
-def _find_data(options: argparse.Namespace, *, is_hf: bool) -> DataConfig:
+def _find_data(options: argparse.Namespace) -> DataConfig:
     """Tokenizer and chat template of the source, from its config and the command line."""
     data: DataConfig | None
     if is_peft(options.source):
         data = find_adapter_data(options.source, options.tokenizer)
-    elif is_hf:
+    elif is_hf_folder(options.source):
         beside = options.source.resolve() / TEMPLATE_NAME
         template = str(beside) if beside.is_file() else ""
         data = DataConfig(tokenizer=options.tokenizer or str(options.source), chat_template=template)

@@ -9,7 +9,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.config.config import Config
 from dtlayout.config.loading import parse_config
 from dtlayout.config.sections import DataConfig
-from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
+from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER, find_context
 from dtlayout.models.first_source import find_place
 from dtlayout.models.peft import find_base_folder
 
@@ -47,6 +47,15 @@ def find_kept(source: Path, config: Config | None) -> Path | None:
         folder = find_base_folder(find_place(came_from))
         return folder if came_from and (folder / CONFIG).is_file() else None
     return None
+
+
+def find_text_length(config: Config | None, base: Path | None) -> int | None:
+    """Tokens of the longest text that a model is made for, or was trained on; None if nobody says it.
+
+    `config` is that of a run, if it is one, and `base` the folder with the model's config.json.
+    """
+    known = [find_context(base) if base else None, config.batch.seq_len if config else None]
+    return max((each for each in known if each is not None), default=None)
 
 
 def find_adapter_data(folder: Path, asked: str | None = None) -> DataConfig | None:

@@ -1,5 +1,6 @@
 """dtlayout train: a config on ranks of this machine, checked first; the last lines are the trainer's own.
 
+Before several ranks start, small data are prepared here: a bad row is refused while no rank waits, and no GPU is taken.
 One rank is this process, which becomes the trainer. Several are started by torchrun's agent, in this process. Its
 messages and its traceback are left out: the trainer's ranks have said why they end. Ranks on several nodes are started
 by a torchrun on each, with `-m dtlayout.launch CONFIG`.
@@ -25,6 +26,7 @@ from dtlayout.commands.arguments import add_config
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config
+from dtlayout.training.metrics import has_done_all, read_summary
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,11 +63,26 @@ def run(options: argparse.Namespace) -> int:
         from dtlayout.training.devices import refuse_missing  # only now: it imports torch, which the ranks' agent needs
 
         refuse_missing(config.train.device)
+        _check_data(config)
     print(f"starting {plural(num_ranks, 'rank')}: {config.model.name} as {layout}", file=sys.stderr, flush=True)
     program = run_module("dtlayout.launch", str(options.config), *options.overrides)
     if num_ranks == 1:
         os.execv(program[0], program)
     return run_ranks(program, num_ranks, options.max_restarts, Path(config.train.run_folder))
+
+
+def _check_data(config: Config) -> None:
+    """Check the data, and every row of small ones; a note on stderr for others. DataError as the ranks would raise it.
+
+    A run that is done already reads none.
+    """
+    from dtlayout.data.check import check_data, prepare_small  # only now: they import numpy
+
+    if has_done_all(read_summary(Path(config.train.run_folder)), config.train):
+        return
+    check_data(config)
+    for line in prepare_small(config):
+        print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def _choose_ranks(config: Config, asked: int | None) -> int:

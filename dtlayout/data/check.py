@@ -2,21 +2,28 @@
 
 Training calls `check_data` before it imports torch, and then reads all data by `prepare_tokens` and `open_samples`.
 `check_beginnings` calls these two (`dtlayout.data.beginnings`) with the first rows of each source, so it refuses what
-they would refuse. It cannot see a bad row far behind the first ones.
+they would refuse. It cannot see a bad row far behind the first ones. `prepare_small` reads every row, of data that
+take seconds: with it a command that starts ranks refuses before there are any.
 """
 
+import math
 import tempfile
 from pathlib import Path
 
 from dtlayout.base.errors import DataError
+from dtlayout.base.formatting import format_bytes
 from dtlayout.config.config import Config
 from dtlayout.config.sections import DataConfig
 from dtlayout.data.beginnings import open_beginnings
 from dtlayout.data.chat import load_template
-from dtlayout.data.samples import refuse_untaught
+from dtlayout.data.prepare import estimate_unprepared_bytes, prepare_tokens
+from dtlayout.data.samples import open_samples, refuse_untaught
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
+
+_SMALL_BYTES = 1 << 25
+"""Most text that is tokenized in the time that ranks take to start, some ten seconds."""
 
 
 def check_data(config: Config) -> None:
@@ -48,6 +55,22 @@ def check_beginnings(config: Config) -> None:
             found = open_beginnings(config, data, Path(folder))
             if found and all(found.are_whole):
                 refuse_untaught(found.samples)
+
+
+def prepare_small(config: Config) -> list[str]:
+    """Prepare the data where that takes seconds, so that a bad row is refused before ranks wait for it.
+
+    A line says how much there is where it would take longer: then nothing is prepared. DataError as in training.
+    """
+    wholes = (config.data, *config.held_out_data.values())
+    size = sum(estimate_unprepared_bytes(data) for whole in wholes for data in whole.sources)
+    if size > _SMALL_BYTES:
+        what = "data of the hub are" if size == math.inf else f"{format_bytes(size, 1)} of data are"
+        return [f"{what} not prepared: a bad row is found while all ranks wait; dtlayout prepare finds it before"]
+    for whole in wholes:
+        folders = [prepare_tokens(data) for data in whole.sources]
+        refuse_untaught(open_samples(whole, folders, config.model.vocab_size, config.batch, seed=config.train.seed))
+    return []
 
 
 def _refuse_trained_on(validation: DataConfig, ours: list[Path], data: DataConfig, theirs: list[Path]) -> None:

@@ -22,6 +22,7 @@ first process wins, and a later one has worked in vain and uses the first one's 
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -47,9 +48,10 @@ from dtlayout.data.pieces import (
     forget_parts,
     write_units,
 )
-from dtlayout.data.sources import list_files
+from dtlayout.data.sources import find_shared_folder, list_files
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.data.tokenizing import Tokenized, Units, describe_bad, dtype_of, write_parts
+from dtlayout.data.unpacked import estimate_unpacked_bytes
 
 HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MASK_NAME: "taught_sha256"}
 """File → key of tokens.json with its hash."""
@@ -57,6 +59,9 @@ HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", LOSS_MAS
 # Parts of the fingerprint: raise one when the same corpus would give other bytes, or other refusals.
 _FORMAT = 3  # of plain text
 _CHAT_FORMAT = 4  # of conversations; 4: messages are checked, and those without an answer counted
+
+_BYTES_PER_TOKEN = 4
+"""Bytes of text that a token of a usual tokenizer stands for."""
 
 
 def prepare_tokens(
@@ -115,9 +120,9 @@ class PreparedShard(NamedTuple):
 def prepare_shard(data: DataConfig, shard: int, num_shards: int, *, processes: int = 1) -> PreparedShard:
     """Tokenize one of `num_shards` parts of the files of `data.source`, and join nothing; `shard` counts from 0.
 
-    Shards are files that follow each other, as equal in size as whole files can be. Once all are done, on whatever
-    machines, `prepare_tokens` joins them, and tokenizes what is missing. DataError for a source that has no files here,
-    and with `max_tokens`, which counts from the first file on.
+    Shards are files that follow each other, as equal in unpacked size as whole files can be. Once all are done, on
+    whatever machines, `prepare_tokens` joins them, and tokenizes what is missing. DataError for a source that has no
+    files here, and with `max_tokens`, which counts from the first file on.
     """
     if data.max_tokens:
         raise DataError(
@@ -142,9 +147,23 @@ def prepare_shard(data: DataConfig, shard: int, num_shards: int, *, processes: i
     return PreparedShard(len(chosen), len(work.units.files), work.parts, done)
 
 
+def estimate_unprepared_bytes(data: DataConfig) -> float:
+    """Bytes of text that `prepare_tokens` would read of `data.source`, about; 0 where that is done already.
+
+    Infinity for a dataset of the hub, which has to be fetched. DataError if the source or its tokenizer is not there.
+    """
+    work = _open(data)
+    if (work.target / INFO_NAME).exists():
+        return 0
+    if not work.units.files:
+        return math.inf
+    size = sum(map(estimate_unpacked_bytes, work.units.files))
+    return min(size, data.max_tokens * _BYTES_PER_TOKEN) if data.max_tokens else size
+
+
 def _choose(files: Sequence[Path], shard: int, num_shards: int) -> range:
-    """Numbers of the files of a shard: those whose middle lies in its part of all bytes."""
-    sizes = np.array([max(1, file.stat().st_size) for file in files], np.int64)
+    """Numbers of the files of a shard: those whose middle lies in its part of all bytes, unpacked."""
+    sizes = np.array([estimate_unpacked_bytes(file) for file in files], np.int64)
     middles = sizes.cumsum() - sizes / 2
     places = np.minimum(num_shards - 1, (middles * num_shards / sizes.sum()).astype(np.int64))
     begin, end = (int(np.searchsorted(places, number)) for number in (shard, shard + 1))
@@ -172,7 +191,8 @@ def _open(data: DataConfig) -> _Work:
     files = list_files(data.source, data.split)
     provenance = _find_provenance(data)
     names = _name_units(data, provenance, tokenizer, files)
-    return _Work(tokenizer, Units(files, names), provenance, Path(data.folder) / _hash([names, data.max_tokens]))
+    units = Units(files, names, folder=find_shared_folder(files) if files else Path())
+    return _Work(tokenizer, units, provenance, Path(data.folder) / _hash([names, data.max_tokens]))
 
 
 class NoText(DataError):
@@ -249,7 +269,7 @@ def _name_units(
     what |= {"format": _CHAT_FORMAT if data.messages_field else _FORMAT, "tokenizer": tokenizer.fingerprint}
     if not files:
         return [_hash({**what, "source": data.source, "split": data.split})]
-    shared = os.path.commonpath([file.absolute().parent for file in files])
+    shared = find_shared_folder(files)
     stats = [(os.path.relpath(file.absolute(), shared), file.stat()) for file in files]
     return [_hash({**what, "file": [name, stat.st_size, stat.st_mtime_ns]}) for name, stat in stats]
 

@@ -59,6 +59,8 @@ class Corpus:
     """Fields that somebody reads; other columns of tables may be left out."""
     num_rows: int = 0
     """Rows of a dataset on the hub; 0 where it does not say."""
+    folder: Path = Path()
+    """Folder below which places name files, so that a place stays true where the files are moved."""
     position: Position = field(default_factory=Position)
     """Place up to which the file at hand is read."""
 
@@ -92,23 +94,32 @@ class Corpus:
             raise DataError(f"broke after {plural(num_rows, 'row')}: {first_line(error)}") from error
 
     def describe_bad(self, unit: int, row: BadRow) -> str:
-        """Reason why a row cannot be read, with its place."""
-        place = f"{row.place} of {str(self.files[unit])!r}" if row.place else repr(str(self.files[unit]))
-        return f"reading {self.source!r} broke at {place}: {row.why}"
+        """Reason why a row cannot be read, behind its place in the source."""
+        return f"{f'{row.place} of ' * bool(row.place)}{self._name(unit)!r}: {row.why}"
 
     def place(self, unit: int, number: int) -> str:
         """Place of row `number` of a unit, which counts from 0: the file, and the row there, which counts from 1."""
-        return f"row {number + 1} of {str(self.files[unit]) if self.files else self.source!r}"
+        return f"row {number + 1}" + (f" of {self._name(unit)!r}" if self.files else "")
+
+    def _name(self, unit: int) -> str:
+        return os.path.relpath(self.files[unit].absolute(), self.folder)
 
 
-def open_corpus(source: str | Sequence[str], files: list[Path], split: str, fields: Collection[str] = ()) -> Corpus:
+def find_shared_folder(files: Sequence[Path]) -> Path:
+    """The folder that holds all these files, itself or in its folders."""
+    return Path(os.path.commonpath([file.absolute().parent for file in files]))
+
+
+def open_corpus(
+    source: str | Sequence[str], files: list[Path], split: str, fields: Collection[str] = (), folder: Path = Path()
+) -> Corpus:
     """The source, opened; DataError if it cannot be opened.
 
-    `files` are its local files, from `list_files`, which has chosen by the split. `split` is that of a hub dataset.
-    `fields` are those that are read of rows.
+    `files` are its local files, from `list_files`, which has chosen by the split, and `folder` is the one below which
+    places name them. `split` is that of a hub dataset. `fields` are those that are read of rows.
     """
     if files:
-        return Corpus(source, files, fields=fields)
+        return Corpus(source, files, fields=fields, folder=folder)
     rows = _open_hub(str(source), split)
     return Corpus(source, files, rows, fields, _count_hub_rows(rows, split))
 

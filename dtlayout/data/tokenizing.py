@@ -1,9 +1,9 @@
 """Tokenize the units of a corpus that no part holds yet: in this process, or in several that share its files.
 
 [Note: chunks]
-Files that follow each other make a chunk, some 64 MB of them, or one file that is larger. Each process takes the next
-chunk when it is done with one, and writes parts of its own. Parts say which rows of which file they cover, so joining
-gives the tokens of one process to the byte, whoever has tokenized what.
+Files that follow each other make a chunk, some 64 MB of them unpacked, or one file that is larger. Each process takes
+the next chunk when it is done with one, and writes parts of its own. Parts say which rows of which file they cover, so
+joining gives the tokens of one process to the byte, whoever has tokenized what.
 """
 
 import os
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from dtlayout.data.documents import DocumentRead, read_documents
 from dtlayout.data.pieces import PieceWriter, find_pieces
 from dtlayout.data.sources import Corpus, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
+from dtlayout.data.unpacked import estimate_unpacked_bytes
 
 _PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, the work that a kill can cost
 _CHUNK_BYTES = 1 << 26
@@ -70,11 +71,13 @@ class Units:
     """First row of each unit that no part holds; None for a unit that is not read."""
     known: Sequence[int] = ()
     """Tokens of each unit that parts hold."""
+    folder: Path = Path()
+    """Folder that all files of the corpus share, those of other units too."""
 
     def take(self, begin: int, end: int) -> "Units":
         """Some of the units."""
         return Units(
-            self.files[begin:end], self.names[begin:end], self.firsts[begin:end], self.known[begin:end]
+            self.files[begin:end], self.names[begin:end], self.firsts[begin:end], self.known[begin:end], self.folder
         )  # fmt: skip
 
 
@@ -97,7 +100,7 @@ def write_parts(
         None if (chain and chain[-1].is_end) or i not in chosen else chain[-1].end_row if chain else 0
         for i, chain in enumerate(found)
     ]
-    units = Units(units.files, units.names, firsts, known)
+    units = replace(units, firsts=firsts, known=known)
     first_missing = next((i for i, first in enumerate(firsts) if first is not None), None)
     limit = data.max_tokens or float("inf")
     if first_missing is None or sum(known[: first_missing + 1]) >= limit:
@@ -166,7 +169,7 @@ def _saying_the_end() -> Iterator[None]:
 def _open_units(data: DataConfig, units: Units) -> Corpus:
     """Units of a source, ready to be read."""
     fields = {data.messages_field or data.text_field, *(["tools"] if data.messages_field else [])}
-    return open_corpus(data.source, [*units.files], data.split, fields)
+    return open_corpus(data.source, [*units.files], data.split, fields, units.folder)
 
 
 def _tokenize(
@@ -296,7 +299,7 @@ def cut_into_chunks(units: Units, processes: int) -> Iterator[tuple[int, int]]:
     Chunks are smaller where little is left, so that no process is without one while another has several units.
     """
     sizes = [
-        None if first is None else max(1, file.stat().st_size)
+        None if first is None else estimate_unpacked_bytes(file)
         for file, first in zip(units.files, units.firsts, strict=True)
     ]
     most = min(_CHUNK_BYTES, sum(each or 0 for each in sizes) / processes)
@@ -382,9 +385,11 @@ class _BadRows:
 
 
 def describe_bad(number: int, first: str, data: DataConfig) -> str:
-    """Reason why bad rows are refused; `first` is the place and the reason of the first one."""
+    """Reason why bad rows are refused; `first` is the place in the source and the reason of the first one."""
     if data.max_bad_rows == 0:
-        return f"{first} (data.max_bad_rows=N leaves out up to N bad rows of each source)"
+        return (
+            f"reading {data.source!r} broke at {first} (data.max_bad_rows=N leaves out up to N bad rows of each source)"
+        )
     rows = plural(number, "bad row")
     return (
         f"{rows} of {data.source!r}, more than data.max_bad_rows={data.max_bad_rows}; the first: {first} (the limit "

@@ -99,6 +99,23 @@ def find_ends(folder: Path) -> list[int]:
     return [end for end in (found if isinstance(found, list) else [found]) if type(end) is int]
 
 
+def find_sampling(folder: Path) -> dict[str, float]:
+    """Temperature, top_p and top_k that a Hugging Face folder's generation_config.json names, as far as it does.
+
+    `do_sample: false` there is temperature 0, the likeliest token.
+    """
+    said = read_table(folder / GENERATION)
+    kinds = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,)}
+    found = {name: said[name] for name, kind in kinds.items() if type(said.get(name)) in kind}
+    return found | {"temperature": 0} if said.get("do_sample") is False else found
+
+
+def find_context(folder: Path) -> int | None:
+    """Tokens of the longest text that a Hugging Face folder's model is made for; None if its config.json says none."""
+    found = read_table(folder / CONFIG).get("max_position_embeddings")
+    return found if type(found) is int else None
+
+
 def write_ids(table: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
     """A config.json or generation_config.json with these ids for the begin and the end of texts."""
     end = list(ends) if len(ends) > 1 else next(iter(ends), None)

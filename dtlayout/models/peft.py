@@ -15,6 +15,7 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_inside, parse_json
 from dtlayout.models.adapters import LowRankLinear, RescaledLinear, list_adapted
+from dtlayout.models.beside import CONFIG
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_model
@@ -49,6 +50,11 @@ _OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 def is_peft(folder: Path) -> bool:
     """True for a folder with an adapter as `peft` saves it."""
     return os.path.isfile(folder / ADAPTER_CONFIG)
+
+
+def is_hf_folder(source: Path) -> bool:
+    """Whether `source` is a Hugging Face folder, or a PEFT folder, rather than a run or a checkpoint."""
+    return is_peft(source) or os.path.isfile(source / CONFIG)
 
 
 def find_base_folder(folder: Path) -> Path:

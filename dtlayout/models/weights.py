@@ -15,7 +15,7 @@ from typing import Any
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import plural
-from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files, read_table
+from dtlayout.models.beside import CONFIG, find_context, find_model_files, find_tokenizer_files
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe, find_family
 from dtlayout.models.files import find_trained_model, strip_training
@@ -242,8 +242,8 @@ def find_other_positions(text: str, model: ModelShape) -> list[str]:
 
 def describe_longer_context(text: str, seq_len: int) -> list[str]:
     """A line if samples are longer than the texts that the folder `train.init_from` is made for; exports say so too."""
-    known = read_table(find_base_folder(find_place(text)) / CONFIG).get("max_position_embeddings")
-    if not isinstance(known, int) or seq_len <= known:
+    known = find_context(find_base_folder(find_place(text)))
+    if known is None or seq_len <= known:
         return []
     return [f"{text} is made for {known:,} tokens, and batch.seq_len is {seq_len:,}: an export is made for as many"]
 

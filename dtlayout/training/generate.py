@@ -22,7 +22,7 @@ from dtlayout.models.beside import CONFIG
 from dtlayout.models.families import find_weight
 from dtlayout.models.files import find_model
 from dtlayout.models.llama import Block, Llama
-from dtlayout.models.peft import find_base_folder, is_peft
+from dtlayout.models.peft import find_base_folder, is_hf_folder, is_peft
 from dtlayout.models.stored import find_weights
 from dtlayout.models.traced import FAMILY
 from dtlayout.models.weights import find_adapted_model, find_weight_problems
@@ -47,6 +47,8 @@ class Sampling:
     """Divisor of the logits; 0 always takes the likeliest token."""
     top_p: float = 0.95
     """Only the likeliest tokens that together have this probability are drawn."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens are drawn; 0 leaves their number open."""
     seed: int = 0
     """Seed of the random draws; with it, all tokens of a text are decided."""
 
@@ -56,6 +58,8 @@ class Sampling:
             problems.append(f"temperature={self.temperature:g} must be 0, or from 0.01 to 100")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p:g} must be above 0 and at most 1")
+        if self.top_k < 0:
+            problems.append(f"top_k={self.top_k} must be at least 1, or 0 for all tokens")
         if not 0 <= self.seed < 2**63:
             problems.append(f"seed={self.seed} must be from 0 to 2^63 - 1")
         if problems:
@@ -69,16 +73,14 @@ class Sampling:
             if self.temperature == 0:
                 return int(logits_V.argmax())
             likely_V, order_V = (logits_V.double().cpu() / self.temperature).softmax(0).sort(descending=True)
+            if self.top_k:
+                likely_V[self.top_k :] = 0
+                likely_V /= likely_V.sum()
             before_V = likely_V.cumsum(0) - likely_V
             chosen = torch.multinomial(likely_V.masked_fill(before_V >= self.top_p, 0), 1, generator=generator)
             return int(order_V[chosen])
 
         return take
-
-
-def is_hf_folder(source: Path) -> bool:
-    """Whether `source` is a Hugging Face folder, or a PEFT folder, rather than a run or a checkpoint."""
-    return is_peft(source) or (source / CONFIG).is_file()
 
 
 def find_shape(source: Path) -> ModelShape:
@@ -172,9 +174,14 @@ class Memory:
 def generate(
     model: Llama, prompt: Sequence[int], max_tokens: int, take: Callable[[Tensor], int], *, ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """Draw the ids that follow a prompt of at least one id: `max_tokens` of them, or until one of `ends` comes."""
+    """Draw the ids that follow a prompt of at least one id: `max_tokens` of them, or until one of `ends` comes.
+
+    The model's tables of positions grow where the text is longer than the `max_len` that it was opened with.
+    """
     decoder, max_len = model.model, len(prompt) + max_tokens
     assert decoder.embed_tokens is not None, "the model is whole"
+    if max_len > len(decoder.rotary.cos):
+        decoder.rotary.hold((range(max_len),))
     cos, sin = decoder.rotary.cos, decoder.rotary.sin
     blocks = [block for block in decoder.layers.values() if isinstance(block, Block)]
     kernels: list[Attend] = [block.self_attn.attend for block in blocks]

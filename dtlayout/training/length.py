@@ -33,13 +33,13 @@ def decide_steps(config: Config, samples: Samples, newest: Path | None) -> Confi
     Steps before `newest`, the checkpoint from which the run goes on, count with the batches that they had.
     InvalidConfig if the warm-up is longer than the run, CheckpointError if the run has that length already.
     """
-    epochs, batch = config.train.epochs, config.batch
+    epochs, batch, ramp = config.train.epochs, config.batch, config.train.batch_ramp
     if not epochs:
         return config
     seen = Seen()
     if newest is not None:
-        seen, _ = find_seen(read_origin(newest), read_step(newest), batch, newest)
-    num_steps = count_steps(epochs, samples.num_samples, batch.global_batch, seen, config.train.batch_ramp)
+        seen, _ = find_seen(read_origin(newest), read_step(newest), batch, newest, ramp)
+    num_steps = count_steps(epochs, samples.num_samples, batch.global_batch, seen, ramp)
     if newest is not None and num_steps <= seen.step:
         raise CheckpointError(
             f"{newest} has done {plural(seen.step, 'step')}, which are the {plural(num_steps, 'step')} of "

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from dtlayout.base.checkpoint_names import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.base.errors import EXIT_REFUSED, DtlayoutError
 from dtlayout.base.files import parse_json, read_lines, write_whole
+from dtlayout.config.sections import TrainConfig
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.timeline import Timeline
@@ -345,6 +346,15 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
+
+
+def has_done_all(summary: Mapping[str, Any], train: TrainConfig) -> bool:
+    """Whether a run folder's summary says that the run has the length which is asked for."""
+    if summary.get("outcome") != "done":
+        return False
+    if train.epochs:
+        return bool(summary.get("epochs", 0) >= train.epochs)
+    return bool(summary.get("steps", 0) >= train.steps)
 
 
 def note_crash(folder: Path, line: str, is_refusal: bool) -> None:

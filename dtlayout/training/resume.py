@@ -21,7 +21,9 @@ _LAYOUT = "layout"
 def save(trainer: Trainer, checkpoints: Checkpoints, done: int, folder: str, *, is_last: bool) -> None:
     """Save the state after `done` steps into RUN/`folder`; CheckpointError if the `is_last` is not saved."""
     seen = trainer.count_seen(done)
-    origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen)}
+    samples = trainer.batches.samples
+    size = samples.size_of(max(done - 1, samples.seen.step))  # before this start's first step, that of this step
+    origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen, size, samples.ramp)}
     origin |= {_LAYOUT: str(trainer.layout)}
     origin |= trainer.base.note() if trainer.base else {}
     origin |= {"learning_rate": asdict(trainer.learning_rate), "spikes": trainer.spikes.to_dict()}
@@ -58,7 +60,7 @@ def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None
     trainer.learning_rate = LearningRate.of(config.optimizer, num_steps, saved)
     for line in trainer.learning_rate.describe_resume(saved, done, num_steps):
         say(f"note: {line}")
-    seen, lines = find_seen(origin, done, config.batch, checkpoints.newest)
+    seen, lines = find_seen(origin, done, config.batch, checkpoints.newest, config.train.batch_ramp)
     trainer.batches = replace(trainer.batches, samples=replace(trainer.batches.samples, seen=seen))
     for line in lines:
         say(f"note: {line}")

@@ -97,6 +97,32 @@ def test_a_gpu_that_is_not_there_is_refused_before_ranks_start(files, monkeypatc
     assert "train.device='cuda', but torch finds no CUDA device here" in said and "starting" not in said
 
 
+def test_a_bad_row_far_behind_the_first_ones_is_refused_before_ranks_start(files, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("dtlayout.commands.train.run_ranks", lambda *rest: started.append(rest) or 0)
+    rows = files.corpus.with_name("rows.jsonl")
+    rows.write_text('{"text": "one of many rows of some words"}\n' * 4000 + '{"text": "never closed\n')
+    asked = ["train", str(files.config), "--ranks", "2", f"--data.source={rows}"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"reading '{rows}' broke at line 4001 of 'rows.jsonl': JSONDecodeError")
+    assert "starting 2 ranks" not in said and not started and not files.run.exists()
+    monkeypatch.setattr("dtlayout.data.check._SMALL_BYTES", 1000)
+    assert main(asked) == 0 and len(started) == 1
+    assert "note: 0.2 MiB of data are not prepared: a bad row is found while" in capsys.readouterr().err
+
+
+def test_a_run_that_is_done_reads_no_data_before_its_ranks_say_so(files, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("dtlayout.commands.train.run_ranks", lambda *rest: started.append(rest) or 0)
+    files.run.mkdir()
+    (files.run / "summary.json").write_text('{"outcome": "done", "steps": 3000}')
+    files.corpus.unlink()
+    assert main(["train", str(files.config), "--ranks", "2"]) == 0 and len(started) == 1
+    assert main(["train", str(files.config), "--ranks", "2", "--train.steps=3001"]) == 2
+    assert "corpus.txt" in capsys.readouterr().err and len(started) == 1
+
+
 WAITS = """
 import sys, threading
 class Finder:

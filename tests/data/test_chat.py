@@ -351,7 +351,7 @@ BAD_MESSAGES = {
 def test_a_message_that_a_template_would_write_as_something_else_is_a_bad_row(tmp_path, offline, name):
     message, said = BAD_MESSAGES[name]
     bad = [CONVERSATION[0], message, CONVERSATION[1]]
-    with pytest.raises(DataError, match=r"^row 2 of '.*chats\.jsonl': field 'messages': message 2 ") as error:
+    with pytest.raises(DataError, match=r"broke at row 2 of 'chats\.jsonl': field 'messages': message 2 ") as error:
         prepare(tmp_path, CHATML, [CONVERSATION, bad, CONVERSATION])
     assert said in str(error.value)
     tokens = prepare(tmp_path, CHATML, [CONVERSATION, bad, CONVERSATION], max_bad_rows=1)

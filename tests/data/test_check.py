@@ -10,7 +10,7 @@ from tiny import write_tiny
 
 from dtlayout.base.errors import DtlayoutError
 from dtlayout.config.loading import load_config
-from dtlayout.data.check import check_beginnings, check_data
+from dtlayout.data.check import check_beginnings, check_data, prepare_small
 from dtlayout.training.start import open_data, open_held_out
 
 pytestmark = pytest.mark.usefixtures("offline", "no_torchrun")
@@ -169,6 +169,37 @@ def test_what_training_refuses_the_check_refuses_in_the_same_words(folder, name)
     assert checked and said in checked
     assert not (folder / "tokens").exists() or not list((folder / "tokens").glob("*/tokens.json"))
     assert trains(config) == checked
+
+
+def prepares(config):
+    """What is wrong as `dtlayout train` says it before it starts ranks."""
+    try:
+        check_data(config)
+        assert prepare_small(config) == []
+    except DtlayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "a hub out of reach"])
+def test_what_training_refuses_is_refused_before_ranks_start_in_the_same_words(folder, name):
+    config = read_config(folder, CASES[name][0])
+    assert prepares(config) == trains(config) != ""
+
+
+def test_data_that_take_long_are_not_prepared_before_ranks_start_and_a_line_says_so(folder, monkeypatch):
+    hub = read_config(folder, ("--data.source=nobody/no-such-corpus",))
+    (line,) = prepare_small(hub)
+    assert line.startswith("data of the hub are not prepared: a bad row is found while all ranks wait; dtlayout prep")
+    size = (folder / "texts.jsonl").stat().st_size
+    monkeypatch.setattr("dtlayout.data.check._SMALL_BYTES", size - 1)
+    config = read_config(folder, ("--data.source=FOLDER/texts.jsonl",))
+    (line,) = prepare_small(config)
+    assert line.startswith("0.0 MiB of data are not prepared: ") and not (folder / "tokens").exists()
+    limited = replace(config, data=replace(config.data, max_tokens=1000))
+    assert prepare_small(limited) == [] and (folder / "tokens").exists()
+    assert trains(config) == ""
+    assert prepare_small(config) == []  # they are there now
 
 
 @pytest.mark.parametrize("name", FINE)

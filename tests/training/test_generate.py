@@ -52,6 +52,11 @@ def test_a_model_is_as_it_was_after_a_text(folder):
     assert torch.equal(model(tokens), before)
 
 
+def test_a_text_may_be_longer_than_the_model_was_opened_for(folder):
+    model = open_model(folder, 8, "float32", "cpu")
+    assert list(generate(model, PROMPT, 20, GREEDY.make())) == continue_prompt(folder)
+
+
 def test_it_ends_at_the_end_of_a_document(folder):
     model = open_model(folder, 40, "float32", "cpu")
     whole = list(generate(model, PROMPT, 20, GREEDY.make()))
@@ -69,13 +74,15 @@ def test_tokens_are_taken_as_often_as_they_are_likely():
     assert shares(temperature=1.0, top_p=1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
     assert shares(temperature=1.0, top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     assert shares(temperature=0.5, top_p=1.0) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.03)
+    assert shares(temperature=1.0, top_p=1.0, top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    assert shares(temperature=1.0, top_p=0.6, top_k=2) == [1, 0, 0, 0]  # of those two, the first has 0.625
     assert shares(temperature=0.0) == [1, 0, 0, 0]
 
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(InvalidConfig) as caught:
-        Sampling(temperature=-1, top_p=0, seed=2**63)
-    assert [problem.partition("=")[0] for problem in caught.value.problems] == ["temperature", "top_p", "seed"]
+        Sampling(temperature=-1, top_p=0, top_k=-1, seed=2**63)
+    assert [problem.partition("=")[0] for problem in caught.value.problems] == ["temperature", "top_p", "top_k", "seed"]
 
 
 def test_characters_come_when_they_are_whole():

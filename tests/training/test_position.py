@@ -88,6 +88,22 @@ def test_a_ramp_reads_what_a_run_without_one_reads_and_goes_on_where_it_was(file
     assert read == [0, 1, 2, 3, *range(8), *range(8), *range(8), *range(8)]  # held-out batches are whole, counted twice
 
 
+def test_beside_a_ramp_the_batches_of_the_last_step_and_of_the_next_one_are_named(files, capsys):
+    def go_on(steps: int, *options: str) -> list[str]:
+        assert launch.main([str(files.config), f"--train.steps={steps}", *options]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: global_batch")]
+
+    slower = "--train.batch_ramp=[{until=100, global_batch=2}]"
+    assert go_on(2, RAMP) == go_on(3, RAMP) == []  # the next stage begins between them, as it was to
+    (line,) = go_on(4)
+    assert line.startswith("note: global_batch was 4 when this was saved and is 8: the next batch begins after the 8 s")
+    (line,) = go_on(5, slower)
+    assert line.startswith("note: global_batch was 8 when this was saved and is 2, by train.batch_ramp: the next batch")
+    (line,) = go_on(6, slower, "--batch.global_batch=16")
+    assert line.startswith("note: global_batch is 2, as when this was saved, and later batches are of another size")
+    assert go_on(7, slower, "--batch.global_batch=16") == []
+
+
 def test_a_ramp_counts_in_epochs_and_is_refused_where_it_is_none(files, capsys):
     ten_samples = (str(files.config), "--data.max_tokens=161", RAMP)
     assert launch.main([*ten_samples, "--train.epochs=2"]) == 0
@@ -169,7 +185,7 @@ def test_a_checkpoint_that_counts_no_samples_goes_on_as_its_version_would_and_sa
 
 def test_what_was_seen_is_what_was_kept_or_follows_from_steps():
     kept = Seen(5, 44, 704)
-    assert find_seen({**note_seen(kept), "global_batch": 8}, 5, BATCH, HERE) == (kept, [])
+    assert find_seen({**note_seen(kept, 8), "global_batch": 8}, 5, BATCH, HERE) == (kept, [])
     assert find_seen({}, 0, BATCH, HERE) == (Seen(), [])  # weights that were converted
     seen, (line,) = find_seen({}, 5, BATCH, HERE)
     assert seen == Seen(5, 40, 640) and "5 steps of global_batch=8" in line
@@ -187,7 +203,7 @@ def test_a_count_that_is_none_is_refused(kept):
         find_seen({"seen": kept}, 5, BATCH, HERE)
 
 
-@pytest.mark.parametrize("key", ["global_batch", "seq_len"])
+@pytest.mark.parametrize("key", ["global_batch", "seq_len", "step_batch"])
 @pytest.mark.parametrize("size", [None, 0, -4, 4.0, True, "4"])
 def test_a_size_that_is_none_is_refused(key, size):
     with pytest.raises(CheckpointError, match=f"run/step-5 cannot be read: its {key} is {size!r}; use an older one"):
