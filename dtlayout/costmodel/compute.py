@@ -85,6 +85,11 @@ class BlockTime(NamedTuple):
         return self._replace(backward_s=0.0, backward_tp_s=0.0, routing_wait_s=self.routing_wait_s / 3)
 
     @property
+    def weight_s(self) -> float:
+        """The gradients of weights, a part of backward: as long as forward's matmuls whose weights are trained."""
+        return self.forward_s - self.attention_s - self.elementwise_s - self.frozen_s
+
+    @property
     def gpu_s(self) -> float:
         """Forward and backward, in which nothing waits for the host."""
         return self.forward_s + self.forward_tp_s + self.backward_s + self.backward_tp_s
@@ -424,13 +429,21 @@ def count_more_starts(model: ModelShape) -> float:
     """
     if model.adapter is None:
         return 1.0
+    return _count_starts(model)[0] / _count_starts(model.base)[0]
 
-    def count(kind: ModelShape) -> int:
-        tape = block_tape(kind)
-        trained = sum(entry.kind == "matmul" and bool(entry.weights) for entry in tape)
-        return 2 * len(tape) + trained + 2 * sum(entry.kind == "add" for entry in tape)
 
-    return count(model) / count(model.base)
+@lru_cache(maxsize=256)
+def weight_starts_share(model: ModelShape) -> float:
+    """Fraction of the kernels of a block that compute weights' gradients, forward and backward together."""
+    number, of_weights = _count_starts(model)
+    return of_weights / number
+
+
+def _count_starts(model: ModelShape) -> tuple[int, int]:
+    """Kernels that the host starts for a block by its tape, and those among them that compute weights' gradients."""
+    tape = block_tape(model)
+    trained = sum(entry.kind == "matmul" and bool(entry.weights) for entry in tape)
+    return 2 * len(tape) + trained + 2 * sum(entry.kind == "add" for entry in tape), trained
 
 
 def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:

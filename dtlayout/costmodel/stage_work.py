@@ -1,4 +1,14 @@
-"""Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages."""
+"""Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages.
+
+[Note: the pace of the host]
+A GPU type has a host that works ahead, so a microbatch takes max(GPU, host). Forward and backward share that. Each
+hides messages of data parallelism behind itself, and not the same ones. So a slower GPU may lengthen neither of them at
+the other's cost: more would be hidden behind the longer one, and the step would be shorter. The longer of GPU and host
+sets the pace of both. Where that is the host, forward and backward take what the host needs for each. Where it is the
+GPU, they take what the GPU needs. But a direction in which the host needs longer takes that long, and the other one
+takes the rest, for in it the host gets as far ahead. Of backward, a schedule may put off the gradients of weights. They
+and the rest share its time in the same way.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, cached_property
@@ -6,7 +16,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.cache_keys import BlockLayout, StageClass, key_of
 from dtlayout.costmodel.comm import message_s
-from dtlayout.costmodel.compute import BlockTime, count_more_starts, host_s, recompute_time
+from dtlayout.costmodel.compute import BlockTime, count_more_starts, host_s, recompute_time, weight_starts_share
 from dtlayout.costmodel.forward_only import find_differentiated, find_forward_only, has_forward_only
 from dtlayout.costmodel.offload import exposed_s, kept_copy_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
@@ -62,7 +72,9 @@ class BlocksWork:
         self.least_s = min([block_s for block_s, _ in times_s]), min([again_s for _, again_s in times_s])
         """Seconds that a microbatch takes at least in a block, and in computing it again."""
         self.block_host_s = host_s(scenario, layout, kernels)
-        """Least time that the host needs for a block, forward and backward."""
+        """Least time that the host needs for a block, forward and backward; `split_host_s` says how much for each."""
+        self.block_host_weight_s = weight_starts_share(self.model) * self.block_host_s
+        """The part of it for gradients of weights."""
         self._routes_again = not recompute.is_selective
         self._copies = [
             kept_copy_s(of_kind, layout, kernels) if layout.offloads_activations else (0.0, 0.0)
@@ -95,7 +107,7 @@ class BlocksWork:
             recompute_s, again_tp_s = recompute_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s
             copying_s += (count - covered) * whole_s + covered * kept_s
             blocks = BlockTime(*[total + count * each for total, each in zip(blocks, block, strict=True)])
-        weight_s = blocks.forward_s - blocks.attention_s - blocks.elementwise_s - blocks.frozen_s
+        weight_s = blocks.weight_s
         forward_only = self.model.kinds(find_forward_only(self.model, stage.example))
         for (_, count), (block, _) in zip(forward_only, self.kinds, strict=False):
             if count:
@@ -105,9 +117,11 @@ class BlocksWork:
         forward_tp_s, backward_tp_s = blocks.forward_tp_s, blocks.backward_tp_s + again_tp_s
         host_forward_s, host_backward_s = self._host_s(stage, len(differentiated))
         if not self.scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
-            gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + recompute_s
-            waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
-            host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
+            gpu_s = forward_s + forward_tp_s, backward_s + backward_tp_s + recompute_s
+            host_weight_s = len(differentiated) * self.block_host_weight_s
+            host_input_s = host_backward_s - host_weight_s
+            host_forward_s, host_backward_s = wait_for_host(gpu_s, (host_forward_s, host_backward_s))
+            weight_s = min(max(weight_s, host_weight_s), gpu_s[1] + host_backward_s - host_input_s)
         waited_s, again = blocks.routing_wait_s / 3, self._routes_again * stage.num_recomputed / num_blocks
         host_forward_s, host_backward_s = host_forward_s + waited_s, host_backward_s + (2 + again) * waited_s
         if copying_s:
@@ -131,8 +145,8 @@ class BlocksWork:
     def _host_s(self, stage: StageClass, num_differentiated: int) -> tuple[float, float]:
         """The host's time for one microbatch on a stage, forward and backward, which so many of its blocks have.
 
-        Backward has twice the operations of forward, beside those that it does again. On a GPU only blocks count: the
-        head's long kernels leave the host time enough.
+        Backward does some operations again. On a GPU only blocks count: the head's long kernels leave the host time
+        enough.
         """
         both_s, messages_s = stage.num_layers * self.block_host_s, 0.0
         if self.scenario.is_on_host:
@@ -141,8 +155,9 @@ class BlocksWork:
             messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
         num_forward_only = stage.num_layers - num_differentiated
         num_recomputed = stage.num_recomputed * num_differentiated / max(1, stage.num_layers)
-        backward_s = both_s * 2 / 3 - num_forward_only * self.block_host_s * 2 / 3
-        return both_s / 3 + messages_s, backward_s + messages_s + num_recomputed * self._host_again_s
+        forward_s, backward_s = split_host_s(both_s)
+        backward_s -= num_forward_only * split_host_s(self.block_host_s)[1]
+        return forward_s + messages_s, backward_s + messages_s + num_recomputed * self._host_again_s
 
 
 class LayoutWork:
@@ -170,6 +185,27 @@ class LayoutWork:
             forward_s=work.forward_s + head.forward_s + head.forward_tp_s,
             backward_s=work.backward_s + head.backward_s + head.backward_tp_s,
         )
+
+
+def split_host_s(both_s: float) -> tuple[float, float]:
+    """The host's time for forward and for backward, which has twice the operations."""
+    return both_s / 3, both_s * 2 / 3
+
+
+def wait_for_host(gpu_s: tuple[float, float], host_s: tuple[float, float]) -> tuple[float, float]:
+    """Seconds by which (forward, backward) of a microbatch are longer than on the GPU alone, where a host works ahead.
+
+    Their sum is max(0, host − GPU). One of them is negative where the other direction takes a part of its time. Neither
+    direction becomes shorter on a slower GPU: [Note: the pace of the host].
+
+    >>> wait_for_host((1, 2), (2, 4)), wait_for_host((2, 4), (1, 2)), wait_for_host((1, 4), (1.5, 3))
+    ((1, 2), (0, 0), (0.5, -0.5))
+    """
+    forward_s, backward_s = host_s[0] - gpu_s[0], host_s[1] - gpu_s[1]
+    if forward_s + backward_s >= 0:
+        return forward_s, backward_s
+    moved_s = max(0, forward_s) - max(0, backward_s)
+    return moved_s, -moved_s
 
 
 def send_s(scenario: Scenario, layout: Layout) -> float:

@@ -16,7 +16,7 @@ from dtlayout.costmodel.compute import block_tp_s, host_s, operation_s
 from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate, find_busiest
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.costmodel.stage_work import StageWork
+from dtlayout.costmodel.stage_work import StageWork, split_host_s, wait_for_host
 from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.mesh.axes import (
@@ -173,14 +173,16 @@ def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, 
     def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:
         return sum(value for (name, _, kind), value in seconds.items() if name in names and kind in kinds)
 
-    waiting_s = host_s if is_on_host else max(0.0, host_s - sum(seconds.values()))
     everything = ("compute", "recompute", TP)
+    forward_s = spent_on(*everything, kinds=[Kind.FORWARD])
+    backward_s = spent_on(*everything, kinds=[Kind.BACKWARD])
+    waits_s = split_host_s(host_s) if is_on_host else wait_for_host((forward_s, backward_s), split_host_s(host_s))
     return StageWork(
         compute_s=spent_on("compute"),
         recompute_s=spent_on("recompute"),
         tp_s=spent_on(TP),
         pp_s=0.0,
-        host_s=waiting_s,
-        forward_s=spent_on(*everything, kinds=[Kind.FORWARD]) + waiting_s / 3,
-        backward_s=spent_on(*everything, kinds=[Kind.BACKWARD]) + 2 * waiting_s / 3,
+        host_s=sum(waits_s),
+        forward_s=forward_s + waits_s[0],
+        backward_s=backward_s + waits_s[1],
     )

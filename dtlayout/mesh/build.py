@@ -4,13 +4,20 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _get_default_timeout,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.formatting import plural
@@ -155,11 +162,29 @@ def open_joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup
     assert ranks == sorted(ranks), "torch numbers the ranks of a group in their order"
     opened = _joint_groups.setdefault(_get_default_store(), {})
     if (found := opened.get(tuple(ranks))) is None:
-        found = opened[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+        found = opened[tuple(ranks)] = _open_named_group("joint", ranks)
     options = getattr(groups[0]._get_backend(torch.device(mesh.device_type)), "options", None)
     if (limit := getattr(options, "_timeout", None)) is not None:  # a fake group has none
         _set_pg_timeout(limit, found)
     return found
+
+
+def _open_named_group(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group that its ranks open together, and no others; there is one for a purpose and ranks.
+
+    torch's own way, `new_group(use_local_synchronization=True)`, names it by the number of groups that a rank is in.
+    Ranks that are in more groups than others, as those that a timeline records, would look for it under another name,
+    and all would wait for ever.
+    """
+    default, own = _get_default_group(), dist.get_rank()
+    backend, store = _world.pg_map[default]
+    name: Any = "_".join(["dtlayout", purpose, *map(str, ranks)])  # torch has a type of its own for names
+    group, _ = _new_process_group_helper(
+        len(ranks), ranks.index(own), list(ranks), dist.Backend(backend), store, name,
+        timeout=_get_default_timeout(dist.Backend(backend)), device_id=default.bound_device_id,
+    )  # fmt: skip
+    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def _open_second_group(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup | None:
@@ -169,7 +194,7 @@ def _open_second_group(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup 
     ranks = dist.get_process_group_ranks(shards)
     groups = _reduction_groups.setdefault(_get_default_store(), {})
     if (group := groups.get(tuple(ranks))) is None:
-        group = groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+        group = groups[tuple(ranks)] = _open_named_group("reduction", ranks)
     if timeout_s:
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group

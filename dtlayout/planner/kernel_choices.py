@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from dtlayout.costmodel.cache_keys import BlockLayout, StageLayout, key_of
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import find_kernel_refusals, find_unsupported, request_kernels
+from dtlayout.costmodel.stage_work import split_host_s
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Space
 from dtlayout.spec.kernel_records import KernelRequest
@@ -29,7 +30,8 @@ class KernelCost(NamedTuple):
     spent: tuple[float, ...]
     """Seconds and bytes, in an order that both sides share."""
     waits_s: float = 0.0
-    """Seconds that the GPU waits for the host in a block; only kernels that never wait can dominate."""
+    """Seconds that the host needs longer than the GPU in a block's forward, in its gradients of weights and in the rest
+    of its backward, each by itself; only kernels that never wait can dominate, and a wait in one changes the others."""
 
 
 class KernelChoices:
@@ -88,7 +90,9 @@ class KernelChoices:
         blocks = self.estimator.layout_work(part, kernels).blocks
         block, recompute_s = blocks.kinds[0]
         forward_s, backward_s = block.forward_s + block.forward_tp_s, block.backward_s + block.backward_tp_s
-        waits_s = max(0.0, blocks.block_host_s - block.forward_s - block.backward_s)
+        (host_forward_s, host_backward_s), host_weight_s = split_host_s(blocks.block_host_s), blocks.block_host_weight_s
+        waits_s = max(0.0, host_forward_s - block.forward_s) + max(0.0, host_weight_s - block.weight_s)
+        waits_s += max(0.0, host_backward_s - host_weight_s - (block.backward_s - block.weight_s))
         return KernelCost((forward_s, backward_s, sum(recompute_s), *self.peaks.block_bytes(part, kernels)), waits_s)
 
     def _find_head_cost(self, part: StageLayout, kernels: Kernels) -> KernelCost:

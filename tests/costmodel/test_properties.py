@@ -1,7 +1,7 @@
 """What physics demands of any estimate, whatever the engine, the GPU and the layout."""
 
 from dataclasses import astuple, replace
-from itertools import product
+from itertools import pairwise, product
 from math import inf, isfinite
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dtlayout.costmodel.engine import find_engine, known_engines
 from dtlayout.costmodel.estimate import Estimate, Estimator, estimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.stage_work import wait_for_host
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu, known_gpus
@@ -241,9 +242,11 @@ def test_as_many_larger_micro_batches_need_no_less_memory(case):
 
 
 @settings(max_examples=80, deadline=None)
-@given(cases(), st.sampled_from([*SPEEDS, *DELAYS]), st.floats(1.01, 20))
-def test_slower_hardware_never_helps(case, number, factor):
+@given(cases(), st.sampled_from([*SPEEDS, *DELAYS]), st.floats(1.01, 20), st.booleans())
+def test_slower_hardware_never_helps(case, number, factor, splits_backward):
     scenario, layout, kernels = case
+    if splits_backward and layout.virtual_stages == 1:
+        layout = replace(layout, schedule="zb-h1")
     value = getattr(scenario.cluster.gpu, number)
     worse = slower(scenario, **{number: value * factor if number in DELAYS else value / factor})
     assert estimate(worse, layout, kernels).step_time_s >= estimate(scenario, layout, kernels).step_time_s * (1 - 1e-9)
@@ -264,6 +267,39 @@ def test_a_slower_gpu_does_not_help_by_hiding_two_things_behind_one_backward():
         for factor in (1, 2, 3, 4, 8)
     ]
     assert steps == sorted(steps)
+
+
+seconds = st.tuples(st.floats(0, 4), st.floats(0, 4))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seconds, seconds, seconds)
+def test_a_slower_gpu_shortens_neither_direction_though_the_host_sets_the_pace(gpu_s, more_s, host_s):
+    slower_s = gpu_s[0] + more_s[0], gpu_s[1] + more_s[1]
+    fast, slow = (
+        [on_gpu + wait for on_gpu, wait in zip(each, wait_for_host(each, host_s), strict=True)]
+        for each in (gpu_s, slower_s)
+    )
+    assert sum(fast) == pytest.approx(max(sum(gpu_s), sum(host_s)), abs=1e-12)
+    assert all(before <= after + 1e-12 for before, after in zip(fast, slow, strict=True)), (fast, slow)
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "dtlayout", "torchtitan"])
+def test_a_slower_gpu_does_not_help_by_hiding_more_behind_a_longer_backward(engine):
+    """The host sets the pace of small blocks that are computed again, and dp's reduction is longer than a backward."""
+    model = ModelShape(
+        name="small", hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=8, ffn_size=688, vocab_size=1000
+    )
+    scenario = Scenario(
+        model=model,
+        batch=Batch(global_batch=2, seq_len=2048),
+        cluster=Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=2, gpus_per_node=1),
+        engine=find_engine(engine, "h100-80g-sxm"),
+    )
+    peak, layout = scenario.cluster.gpu.peak_flops_per_s, Layout(dp_replicate=2, recompute="full")
+    scenarios = [slower(scenario, peak_flops_per_s=peak / factor) for factor in (1, 1.5, 2, 3, 8)]
+    steps = [estimate(each, layout, Kernels()).step_time_s for each in scenarios]
+    assert all(before <= after * (1 + 1e-12) for before, after in pairwise(steps)), steps
 
 
 @settings(max_examples=40, deadline=None)

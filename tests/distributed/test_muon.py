@@ -14,6 +14,7 @@ from muon_ranks import (
     run_by_shards,
     run_in_small_buckets,
     small_buckets,
+    sum_over_joint_group,
 )
 from parity import (
     BF16,
@@ -169,6 +170,11 @@ def test_ranks_of_two_axes_have_one_group_with_the_time_limit_of_the_mesh(ranks4
     limit_s = 1795.0  # other tests use the groups
     found = ranks4.run(describe_joint_group, Layout(dp_shard=2, tp=2), limit_s)
     assert found == [([0, 1, 2, 3], limit_s, True)] * 4
+
+
+def test_ranks_of_two_axes_find_each_other_though_one_is_in_more_groups(ranks4: Ranks) -> None:
+    """As after a timeline, whose group has some ranks alone. No other test has a joint group of these pairs."""
+    assert ranks4.run(sum_over_joint_group, Layout(pp=2, tp=2), timeout_s=60) == [2.0] * 4
 
 
 DEEP = replace(SHAPE, hidden_size=128, ffn_size=192, num_layers=12)

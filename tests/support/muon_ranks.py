@@ -77,6 +77,17 @@ def describe_joint_group(layout: Layout, timeout_s: float) -> tuple[list[int], f
     return dist.get_process_group_ranks(group), limit.total_seconds(), is_kept
 
 
+def sum_over_joint_group(layout: Layout) -> float:
+    """Ones summed up over the group of dp_shard and tp, where the first rank is in a group more than the others."""
+    mesh = build_mesh(layout, "cpu")
+    dist.new_group([0])
+    ones = torch.ones(1)
+    dist.all_reduce(
+        ones, group=open_joint_group(mesh, [mesh.mesh_dim_names.index(axis) for axis in ("dp_shard", "tp")])
+    )
+    return ones.item()
+
+
 def list_sent(case: Case) -> tuple[list[Sent], list[Collective]]:
     """What the update of a second step sends, and all of its collectives."""
     _, step = build_step(case)
