@@ -100,6 +100,7 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
         ("engine", f"{engine.name}, {state}"),
         ("fits", f"{verdict}: {peak} of {capacity} on {where}"),
+        *_describe_reserved(explanation),
         ("step", step),
         *_describe_offload(explanation),
         *_describe_scores(scenario, now),
@@ -138,6 +139,13 @@ def _describe_scores(scenario: Scenario, estimate: Estimate) -> list[tuple[str, 
         return []
     held = f"{format_bytes(kept)} kept by a block of each microbatch, {format_bytes(most)} at its fullest"
     return [("attention", f"the model's own, with scores in memory: {held}")]
+
+
+def _describe_reserved(explanation: Explanation) -> list[tuple[str, str]]:
+    """A row on what the allocator reserves, with pieces that nothing fits; none where that is not predicted."""
+    if explanation.reserved_bytes is None:
+        return []
+    return [("reserved", f"{format_bytes(explanation.reserved_bytes)} by the allocator, with pieces that nothing fits")]
 
 
 def _describe_states(scenario: Scenario) -> list[tuple[str, str]]:
@@ -295,7 +303,7 @@ def to_document(scenario: Scenario, explanation: Explanation) -> dict[str, objec
         "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
         "intervals": intervals.to_dict(), "assumptions": to_assumptions(scenario),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
-        "host_memory_bytes": list(now.host_bytes),
+        "reserved_memory_bytes": explanation.reserved_bytes, "host_memory_bytes": list(now.host_bytes),
         "disk_bytes": list(now.disk_bytes), "on_disk_s": said(explanation.on_disk_s),
         "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),
         "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "step_rank": explanation.step_rank,

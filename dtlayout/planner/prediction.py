@@ -124,6 +124,7 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
         return None
     is_timed = scenario.knows_time
     intervals = find_intervals(scenario)
+    reserved_bytes = Estimator(scenario).reserved_bytes(estimate.layout, estimate.kernels)
     return Predicted(
         step_time_s=estimate.step_time_s if is_timed else None,
         tokens_per_s=scenario.batch.num_tokens / estimate.step_time_s if is_timed else None,
@@ -135,6 +136,7 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
         calibrated=scenario.engine.is_calibrated,
         step_time_interval=intervals.step_time if is_timed else None,
         peak_memory_interval=intervals.peak_memory,
+        peak_reserved_bytes=None if reserved_bytes is None else round(reserved_bytes),
     )
 
 

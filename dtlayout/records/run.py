@@ -78,6 +78,8 @@ class Predicted(Performance):
     """Expected range of the measured step, and the rows that say so."""
     peak_memory_interval: Interval | None = None
     """Expected range of the measured peak, and the rows that say so."""
+    peak_reserved_bytes: int | None = None
+    """The most that the allocator of any rank reserves; None where that is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -307,7 +307,8 @@ class Records(Observer):
         self.display.show_table(f"{summary.outcome} after {plural(done, 'step')}", rows)
 
     def _describe(self, summary: Summary, measured: Performance, num_losses: int) -> list[tuple[str, str]]:
-        predicted = self._run.predicted or Performance()
+        told = self._run.predicted
+        predicted = told or Performance()
         speed, predicted_speed = map(self._find_speed, (measured, predicted))
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
@@ -321,7 +322,7 @@ class Records(Observer):
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
-            *_describe_reserved(summary.peak_reserved_bytes),
+            *_describe_reserved(summary.peak_reserved_bytes, told.peak_reserved_bytes if told else None),
             *_describe_balance(measured, predicted),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
@@ -337,9 +338,9 @@ class Records(Observer):
         return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
 
 
-def _describe_reserved(reserved_bytes: int | None) -> list[tuple[str, str]]:
-    """A row on what the allocator had reserved; none where that was not measured."""
-    return [] if reserved_bytes is None else [("reserved by the allocator", format_bytes(reserved_bytes))]
+def _describe_reserved(measured: int | None, predicted: int | None) -> list[tuple[str, str]]:
+    """A row on bytes that the allocator had reserved; none where that was not measured."""
+    return [] if measured is None else [("reserved by the allocator", compare(measured, predicted, format_bytes))]
 
 
 def _describe_balance(measured: Performance, predicted: Performance) -> list[tuple[str, str]]:

@@ -86,6 +86,18 @@ def test_what_is_reserved_has_room_for_one_more_of_the_largest_tensor_and_a_shar
     assert reserved.needed == allocated.total == pytest.approx(reserved.total - reserved.fragments)
 
 
+def test_any_fsdp2_engine_is_told_what_its_allocator_reserves_beside_its_peak():
+    layout, kernels = Layout(pp=2, dp_shard=4, micro_batch=1, zero=1), Kernels(loss="torch")
+    reports = Estimator(scenario("torchtitan"))
+    silent = Estimator(scenario("torchtitan", reports_reserved=False))
+    most = reports.memory(layout, kernels).peak_bytes
+    assert reports.reserved_bytes(layout, kernels) == silent.reserved_bytes(layout, kernels) == most
+    assert silent.memory(layout, kernels).peak_bytes < most
+    assert Estimator(scenario("megatron")).reserved_bytes(layout, kernels) is None
+    host = replace(silent.scenario, cluster=replace(silent.scenario.cluster, gpu=find_gpu("cpu")))
+    assert Estimator(host).reserved_bytes(layout, kernels) is None
+
+
 def test_a_rank_without_head_has_no_hole_of_the_size_of_logits():
     """On the last rank the loss is where most is held; on the first one less fragments are left."""
     layout = Layout(pp=2, dp_shard=4, micro_batch=1, zero=1)
