@@ -59,7 +59,7 @@ _ALL = (
 )
 """Kinds of rows that have a line together."""
 _SWEEPS = ("aa", "playbook")
-"""What begins the names of the tables of the two sweeps."""
+"""Beginnings of the names of tables of the two sweeps."""
 _LEAST_LAYOUTS = 3
 """Fewest layouts of a job whose order is scored."""
 _MOST_LINES = 12

@@ -100,7 +100,6 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
         ("engine", f"{engine.name}, {state}"),
         ("fits", f"{verdict}: {peak} of {capacity} on {where}"),
-        *_describe_reserved(explanation),
         ("step", step),
         *_describe_offload(explanation),
         *_describe_scores(scenario, now),
@@ -111,6 +110,7 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
             "" if now.knows_time else "ranges",
             f"peak {format_bytes(least_bytes)} to {format_bytes(most_bytes)}, for {of_peak.basis}",
         ),
+        *_describe_reserved(explanation),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
     changes += _hint_at_disk(scenario, explanation)

@@ -72,12 +72,16 @@ def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
     fuller = explain(capsys, LLAMA, "--gpus", "64", "--layout.pp=2", "--layout.micro_batch=2")
     assert "\nfits          yes, if the prediction holds: 56.4" in fuller, "a peak of its range is beyond the GPU"
     assert all(" rows of engines that no fit had seen" in line for line in lines[5:7])
-    assert lines[7].startswith("assumed of dtlayout: precision.reduce bfloat16, overlap_dp true, ")
-    table = lines[9:14]
+    reserved = float(lines[7].removeprefix("reserved").split()[0])
+    assert reserved > float(head["fits"].split()[1]) and lines[7].endswith(
+        " by the allocator, with pieces that nothing fits"
+    )
+    assert lines[8].startswith("assumed of dtlayout: precision.reduce bfloat16, overlap_dp true, ")
+    table = lines[10:15]
     assert table[0].split()[2:] == [*(field.name for field in fields(MemoryEstimate)), "total"]
     assert len({len(line) for line in table}) == 1
     assert [line.split()[1] for line in table[1:]] == ["0", "1", "2", "3"]
-    assert lines[15].count("|") == 1 and "% of " in lines[15]
+    assert lines[16].count("|") == 1 and "% of " in lines[16]
     assert any(line.startswith("change ") for line in lines)
     assert "--layout.recompute=none" in text
 
