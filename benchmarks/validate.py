@@ -199,18 +199,23 @@ def _report_groups(rows: Rows) -> Iterator[str]:
 def _report_kinds(rows: Rows) -> Iterator[str]:
     """How many rows lie inside their ranges, by what was new to the fits and by what their ranges rest on."""
     yield "## Ranges by kind\n"
-    yield "Rows that were left out in each way, by the kinds that their ranges rest on.\n"
+    yield "Rows that were left out in each way, by the kinds that their ranges rest on. *Each group alike*: the mean"
+    yield "over the groups that were left out, for a range of what is new counts each of them as much.\n"
     lines = []
     for way, found in rows.left_out.ways.items():
-        by_kind: dict[tuple[Quantity, str], list[bool]] = {}
-        for p in found.all_predictions:
-            for quantity, ratio in p.ratios.items():
-                if quantity in p.intervals:
-                    of_kind = by_kind.setdefault((quantity, p.intervals[quantity].kind), [])
-                    of_kind.append(p.intervals[quantity].holds(ratio))
-        for (quantity, kind), inside in sorted(by_kind.items()):
-            lines.append([way, quantity, kind, str(len(inside)), f"{100 * sum(inside) / len(inside):.0f}"])
-    yield from (*table(["left out", "of", "kind", "rows", "inside, of 100"], lines, num_words=3), "")
+        by_kind: dict[tuple[Quantity, str], dict[str, list[bool]]] = {}
+        for group, predictions in found.predictions.items():
+            for p in predictions:
+                for quantity, ratio in p.ratios.items():
+                    if quantity in p.intervals:
+                        of_kind = by_kind.setdefault((quantity, p.intervals[quantity].kind), {})
+                        of_kind.setdefault(group, []).append(p.intervals[quantity].holds(ratio))
+        for (quantity, kind), groups in sorted(by_kind.items()):
+            inside = [holds for of_group in groups.values() for holds in of_group]
+            shares = [f"{100 * share:.0f}" for share in (mean(inside), mean(map(mean, groups.values())))]
+            lines.append([way, quantity, kind, str(len(inside)), shares[0], str(len(groups)), shares[1]])
+    heading = ["left out", "of", "kind", "rows", "inside, of 100", "groups", "each group alike"]
+    yield from (*table(heading, lines, num_words=3), "")
 
 
 def _choose(key: tuple[str, ...], groups: Mapping[tuple[str, ...], list[Prediction]]) -> list[Prediction]:
