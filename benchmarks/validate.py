@@ -59,7 +59,7 @@ _ALL = (
 )
 """Kinds of rows that have a line together."""
 _SWEEPS = ("aa", "playbook")
-"""Beginnings of the names of tables of the two sweeps."""
+"""First parts, before the slash, of the tables of the study's and the Playbook's sweeps."""
 _LEAST_LAYOUTS = 3
 """Fewest layouts of a job whose order is scored."""
 _MOST_LINES = 12
@@ -144,10 +144,11 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
 
 
 def _report_published(rows: Rows) -> Iterator[str]:
-    """Median and mean errors of speed of published rows, and in which order their layouts came, each way."""
+    """Errors of speed of published rows, and how well their layouts are ordered, by each way's constants."""
     yield "## Published rows\n"
-    yield "Absolute errors of speed, median and mean, outside of the two sweeps. *tau of jobs*: Kendall's tau-b of each"
-    yield f"job with {_LEAST_LAYOUTS} layouts or more, a model and a batch on so many GPUs; the mean over jobs.\n"
+    yield "Absolute errors of speed, median and mean, of rows outside the two sweeps. A *job*: rows of one table that"
+    yield f"share program, model, batch, precision and GPUs, in {_LEAST_LAYOUTS} layouts or more. *tau*: Kendall's"
+    yield "tau-b of their predicted and measured speeds, 1 in the same order, -1 in the opposite one; a mean of jobs.\n"
     lines = []
     for way, predictions in rows.ways.items():
         found = [p for p in predictions if p.is_scored and p.run.table.partition("/")[0] not in _SWEEPS]
@@ -197,25 +198,31 @@ def _report_groups(rows: Rows) -> Iterator[str]:
 
 
 def _report_kinds(rows: Rows) -> Iterator[str]:
-    """How many rows lie inside their ranges, by what was new to the fits and by what their ranges rest on."""
+    """Rows inside their ranges, by what was left out of the fits and by the kind of rows that the range rests on."""
     yield "## Ranges by kind\n"
-    yield "Rows that were left out in each way, by the kinds that their ranges rest on. *Each group alike*: the mean"
-    yield "over the groups that were left out, for a range of what is new counts each of them as much.\n"
+    yield "Rows that were left out in each way, by the kind of rows that their ranges rest on. *Each group alike*: the"
+    yield "mean of the shares inside of each group that was left out, so that each counts as much, large or small.\n"
     lines = []
     for way, found in rows.left_out.ways.items():
-        by_kind: dict[tuple[Quantity, str], dict[str, list[bool]]] = {}
-        for group, predictions in found.predictions.items():
-            for p in predictions:
-                for quantity, ratio in p.ratios.items():
-                    if quantity in p.intervals:
-                        of_kind = by_kind.setdefault((quantity, p.intervals[quantity].kind), {})
-                        of_kind.setdefault(group, []).append(p.intervals[quantity].holds(ratio))
-        for (quantity, kind), groups in sorted(by_kind.items()):
+        for (quantity, kind), groups in sorted(_list_inside_by_kind(found).items()):
             inside = [holds for of_group in groups.values() for holds in of_group]
-            shares = [f"{100 * share:.0f}" for share in (mean(inside), mean(map(mean, groups.values())))]
-            lines.append([way, quantity, kind, str(len(inside)), shares[0], str(len(groups)), shares[1]])
+            of_rows, of_groups = mean(inside), mean(map(mean, groups.values()))
+            counts = str(len(inside)), f"{100 * of_rows:.0f}", str(len(groups)), f"{100 * of_groups:.0f}"
+            lines.append([way, quantity, kind, *counts])
     heading = ["left out", "of", "kind", "rows", "inside, of 100", "groups", "each group alike"]
     yield from (*table(heading, lines, num_words=3), "")
+
+
+def _list_inside_by_kind(errors: HeldOutErrors) -> dict[tuple[Quantity, str], dict[str, list[bool]]]:
+    """Quantity and kind of a range → group that was left out → whether each of its rows lies inside."""
+    by_kind: dict[tuple[Quantity, str], dict[str, list[bool]]] = {}
+    for group, predictions in errors.predictions.items():
+        for p in predictions:
+            ratios, intervals = p.ratios, p.intervals
+            for quantity in ratios.keys() & intervals.keys():
+                of_kind = by_kind.setdefault((quantity, intervals[quantity].kind), {})
+                of_kind.setdefault(group, []).append(intervals[quantity].holds(ratios[quantity]))
+    return by_kind
 
 
 def _choose(key: tuple[str, ...], groups: Mapping[tuple[str, ...], list[Prediction]]) -> list[Prediction]:

@@ -142,10 +142,11 @@ def _describe_scores(scenario: Scenario, estimate: Estimate) -> list[tuple[str, 
 
 
 def _describe_reserved(explanation: Explanation) -> list[tuple[str, str]]:
-    """A row on what the allocator reserves, with pieces that nothing fits; none where that is not predicted."""
-    if explanation.reserved_bytes is None:
+    """A row on what PyTorch's allocator reserves; none where that is not predicted."""
+    if explanation.peak_reserved_bytes is None:
         return []
-    return [("reserved", f"{format_bytes(explanation.reserved_bytes)} by the allocator, with pieces that nothing fits")]
+    size = format_bytes(explanation.peak_reserved_bytes)
+    return [("reserved", f"at most {size} by PyTorch's allocator, with fragments that it cannot use")]
 
 
 def _describe_states(scenario: Scenario) -> list[tuple[str, str]]:
@@ -303,7 +304,7 @@ def to_document(scenario: Scenario, explanation: Explanation) -> dict[str, objec
         "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
         "intervals": intervals.to_dict(), "assumptions": to_assumptions(scenario),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
-        "reserved_memory_bytes": explanation.reserved_bytes, "host_memory_bytes": list(now.host_bytes),
+        "peak_reserved_bytes": explanation.peak_reserved_bytes, "host_memory_bytes": list(now.host_bytes),
         "disk_bytes": list(now.disk_bytes), "on_disk_s": said(explanation.on_disk_s),
         "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),
         "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "step_rank": explanation.step_rank,

@@ -50,7 +50,7 @@ def find_kept(source: Path, config: Config | None) -> Path | None:
 
 
 def find_text_length(config: Config | None, base: Path | None) -> int | None:
-    """Tokens of the longest text that a model is made for, or was trained on; None if nobody says it.
+    """Tokens of the longest text that a model is made for or was trained on, the larger; None if neither is known.
 
     `config` is that of a run, if it is one, and `base` the folder with the model's config.json.
     """

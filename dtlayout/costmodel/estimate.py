@@ -200,10 +200,10 @@ class Estimator:
             self.scenario.knows_time, self.disk_bytes(layout),
         )  # fmt: skip
 
-    def reserved_bytes(self, layout: Layout, kernels: Kernels) -> float | None:
-        """The most that PyTorch's allocator reserves on any rank: what it gives out, and the pieces that nothing fits.
+    def peak_reserved_bytes(self, layout: Layout, kernels: Kernels) -> int | None:
+        """The most that PyTorch's allocator reserves on any rank: bytes in use, and free fragments too small to use.
 
-        None on a CPU, and for engines that are not FSDP2's, whose pieces are not known.
+        None on a CPU, and for engines that are not FSDP2's, whose fragments are not known.
         """
         engine = self.scenario.engine
         if self.scenario.is_on_host or engine.features.sharding != "fsdp2":
@@ -211,7 +211,7 @@ class Estimator:
         features = replace(engine.features, reports_reserved=True)
         scenario = replace(self.scenario, engine=replace(engine, features=features))
         find = rank_estimator(scenario, layout, kernels, self.stages(layout))
-        return max(find(rank).total for rank in range(layout.pp))
+        return round(max(find(rank).total for rank in range(layout.pp)))
 
     def host_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, ...]:
         """The most that each pipeline rank has in its host's memory; empty without offload."""

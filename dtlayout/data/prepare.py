@@ -190,8 +190,9 @@ def _open(data: DataConfig) -> _Work:
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     files = list_files(data.source, data.split)
     provenance = _find_provenance(data)
-    names = _name_units(data, provenance, tokenizer, files)
-    units = Units(files, names, folder=find_shared_folder(files) if files else Path())
+    folder = find_shared_folder(files) if files else Path()
+    names = _name_units(data, provenance, tokenizer, files, folder)
+    units = Units(files, names, folder=folder)
     return _Work(tokenizer, units, provenance, Path(data.folder) / _hash([names, data.max_tokens]))
 
 
@@ -262,15 +263,14 @@ _PLACES = ("source", "split", "tokenizer", "max_tokens")
 
 
 def _name_units(
-    data: DataConfig, provenance: dict[str, object], tokenizer: Tokenizer, files: Sequence[Path]
+    data: DataConfig, provenance: dict[str, object], tokenizer: Tokenizer, files: Sequence[Path], folder: Path
 ) -> list[str]:
-    """A fingerprint for each unit of a source."""
+    """A fingerprint for each unit of a source, with its files' names below `folder`."""
     what = {key: value for key, value in provenance.items() if key not in _PLACES}
     what |= {"format": _CHAT_FORMAT if data.messages_field else _FORMAT, "tokenizer": tokenizer.fingerprint}
     if not files:
         return [_hash({**what, "source": data.source, "split": data.split})]
-    shared = find_shared_folder(files)
-    stats = [(os.path.relpath(file.absolute(), shared), file.stat()) for file in files]
+    stats = [(os.path.relpath(file.absolute(), folder), file.stat()) for file in files]
     return [_hash({**what, "file": [name, stat.st_size, stat.st_mtime_ns]}) for name, stat in stats]
 
 

@@ -74,11 +74,16 @@ class Seen:
     """Samples in all their global batches."""
     tokens: int = 0
     """Input tokens of those samples."""
+    last_size: int = 0
+    """Samples in the last of those batches; 0 where there is none."""
 
     def after(self, step: int, batch: Batch, ramp: Sequence[RampStage] = ()) -> "Seen":
         """Numbers after `step` steps, if all later batches have the sizes of `batch` and its ramp."""
         samples = self.count_samples(step, batch.global_batch, ramp)
-        return Seen(step, samples, self.tokens + (samples - self.samples) * batch.seq_len)
+        last_size = self.last_size
+        if step > self.step:
+            last_size = samples - self.count_samples(step - 1, batch.global_batch, ramp)
+        return Seen(step, samples, self.tokens + (samples - self.samples) * batch.seq_len, last_size)
 
     def count_samples(self, step: int, global_batch: int, ramp: Sequence[RampStage] = ()) -> int:
         """Samples before `step`, if all later batches have this size after a ramp; DataError for an earlier step."""

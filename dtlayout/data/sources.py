@@ -95,11 +95,13 @@ class Corpus:
 
     def describe_bad(self, unit: int, row: BadRow) -> str:
         """Reason why a row cannot be read, behind its place in the source."""
-        return f"{f'{row.place} of ' * bool(row.place)}{self._name(unit)!r}: {row.why}"
+        place = f"{row.place} of " if row.place else ""
+        return f"{place}{self._name(unit)!r}: {row.why}"
 
     def place(self, unit: int, number: int) -> str:
         """Place of row `number` of a unit, which counts from 0: the file, and the row there, which counts from 1."""
-        return f"row {number + 1}" + (f" of {self._name(unit)!r}" if self.files else "")
+        row = f"row {number + 1}"
+        return f"{row} of {self._name(unit)!r}" if self.files else row
 
     def _name(self, unit: int) -> str:
         return os.path.relpath(self.files[unit].absolute(), self.folder)

@@ -107,7 +107,9 @@ def find_sampling(folder: Path) -> dict[str, float]:
     said = read_table(folder / GENERATION)
     kinds = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,)}
     found = {name: said[name] for name, kind in kinds.items() if type(said.get(name)) in kind}
-    return found | {"temperature": 0} if said.get("do_sample") is False else found
+    if said.get("do_sample") is False:
+        found["temperature"] = 0
+    return found
 
 
 def find_context(folder: Path) -> int | None:

@@ -78,8 +78,8 @@ class Explanation:
     """The pipeline rank whose step the estimate's time tells: the busiest one."""
     messages: tuple[tuple[AxisMessages, ...], ...] = ()
     """Messages of each pipeline rank, for each axis along which it sends any."""
-    reserved_bytes: float | None = None
-    """`Estimator.reserved_bytes`."""
+    peak_reserved_bytes: int | None = None
+    """The most that PyTorch's allocator of any rank reserves; None where that is not predicted."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
@@ -96,7 +96,8 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     found = Explanation(
         now, limit, changes, growth, on_disk_s=estimator.on_disk_s(layout),
         fine_tuning=find_fine_tuning(scenario, now), step_rank=find_busiest(times)[0],
-        messages=tuple(map(tuple, messages.values())), reserved_bytes=estimator.reserved_bytes(layout, kernels),
+        messages=tuple(map(tuple, messages.values())),
+        peak_reserved_bytes=estimator.peak_reserved_bytes(layout, kernels),
     )  # fmt: skip
     if layout.offload == "none" or scenario.is_on_host:
         return found

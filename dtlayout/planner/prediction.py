@@ -124,19 +124,18 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
         return None
     is_timed = scenario.knows_time
     intervals = find_intervals(scenario)
-    reserved_bytes = Estimator(scenario).reserved_bytes(estimate.layout, estimate.kernels)
     return Predicted(
         step_time_s=estimate.step_time_s if is_timed else None,
         tokens_per_s=scenario.batch.num_tokens / estimate.step_time_s if is_timed else None,
         mfu=None if scenario.is_on_host else estimate.mfu,
         peak_memory_bytes=tuple(round(memory.total) for memory in estimate.memory),
+        peak_reserved_bytes=Estimator(scenario).peak_reserved_bytes(estimate.layout, estimate.kernels),
         time=estimate.time if is_timed else None,
         memory=tuple(estimate.memory),
         expert_imbalance=fullest_share(scenario, estimate.layout) if scenario.model.experts else None,
         calibrated=scenario.engine.is_calibrated,
         step_time_interval=intervals.step_time if is_timed else None,
         peak_memory_interval=intervals.peak_memory,
-        peak_reserved_bytes=None if reserved_bytes is None else round(reserved_bytes),
     )
 
 

@@ -59,6 +59,8 @@ class Performance:
     """Model FLOPs utilization, 0 to 1, by the study's convention; None where the peak is not known, as on a CPU."""
     peak_memory_bytes: tuple[int | None, ...] | None = None
     """Peak of each pipeline rank, the largest over its other axes."""
+    peak_reserved_bytes: int | None = None
+    """The most that PyTorch's allocator of any rank has reserved, fragments included."""
     time: TimeEstimate | None = None
     """The step's seconds by component."""
     memory: tuple[MemoryEstimate | None, ...] | None = None
@@ -78,8 +80,6 @@ class Predicted(Performance):
     """Expected range of the measured step, and the rows that say so."""
     peak_memory_interval: Interval | None = None
     """Expected range of the measured peak, and the rows that say so."""
-    peak_reserved_bytes: int | None = None
-    """The most that the allocator of any rank reserves; None where that is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,8 @@ class Run:
     assumed: tuple[str, ...] = ()
     """Assumptions about facts that the source does not state, a sentence each."""
     tells_memory: bool = True
-    """False if the source leaves out something on which memory rests: recomputation, or what lies on the host."""
+    """False if the source does not say how activations were kept (recomputed, or on the host): it does not count in
+    `false_oom` then."""
 
     @property
     def site(self) -> str:

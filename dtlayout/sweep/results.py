@@ -182,7 +182,8 @@ def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performanc
     return len(lines), Performance(
         step_time_s=step_time_s, step_time_spread_s=spread_s, tokens_per_s=batch.num_tokens / step_time_s,
         mfu=None if last["mfu"] is None else last["mfu"] * last["step_time_s"] / step_time_s,
-        peak_memory_bytes=peaks and tuple(peaks), expert_imbalance=summary.get("expert_imbalance"),
+        peak_memory_bytes=peaks and tuple(peaks), peak_reserved_bytes=summary.get("peak_reserved_bytes"),
+        expert_imbalance=summary.get("expert_imbalance"),
     )  # fmt: skip
 
 

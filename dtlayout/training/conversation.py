@@ -27,7 +27,7 @@ class Conversation:
         self._template, self._tokenizer = template, tokenizer
 
     def check(self) -> None:
-        """DataError if the template writes no question behind the messages so far, for instance no system message."""
+        """DataError if the template refuses any question after the messages so far, such as a system message."""
         self._write([*self.messages, {"role": "user", "content": "a"}])
 
     def ask(self, question: str) -> list[int]:
@@ -60,15 +60,15 @@ class Conversation:
 
 
 def share_prompts(prompts: Iterable[list[int]]) -> Iterator[list[int]]:
-    """Prompts of the first rank, one after the other, on every rank; the others' own `prompts` are never looked at.
+    """Give every rank the prompts of the first one; those that others pass are never read.
 
-    An error of the first rank's `prompts` is raised there, and ends them on the others.
+    An error in the first rank's `prompts` is raised there, and ends the iteration on the others.
     """
     if not dist.is_initialized():
         yield from prompts
         return
     is_first, own = dist.get_rank() == 0, iter(prompts)
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)  # the usual one gives up while a person thinks
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)  # the default group gives up while a person thinks
     while True:
         found: list[list[int] | None] = [None]
         try:

@@ -16,13 +16,11 @@ _AHEAD = "batch_ramp"
 """Key with the stages of a ramp that were still to come, or going on."""
 
 
-def note_seen(seen: Seen, step_batch: int, ramp: Sequence[RampStage] = ()) -> dict[str, Any]:
-    """Entries for a checkpoint's `origin` that `find_seen` reads.
-
-    `step_batch` is the size of the last step's batch, `ramp` that of the run.
-    """
+def note_seen(seen: Seen, ramp: Sequence[RampStage] = ()) -> dict[str, Any]:
+    """Entries for a checkpoint's `origin` that `find_seen` reads; `ramp` is that of the run."""
     counts = {"samples": seen.samples, "tokens": seen.tokens}
-    return {_KEY: counts, _STEP_BATCH: step_batch, _AHEAD: _list_ahead(seen.samples, ramp)}
+    last = {_STEP_BATCH: seen.last_size} if seen.last_size else {}
+    return {_KEY: counts, **last, _AHEAD: _list_ahead(seen.samples, ramp)}
 
 
 def find_seen(
@@ -39,13 +37,13 @@ def find_seen(
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise CheckpointError(f"{checkpoint} cannot be read: its {name} is {size!r}; use an older one")
-    lines = []
+    lines, last_size = [], sizes[_STEP_BATCH] if done else 0
     if _KEY in origin:
         kept = origin[_KEY] if isinstance(origin[_KEY], Mapping) else {}
-        seen = Seen(done, kept.get("samples", -1), kept.get("tokens", -1))
+        seen = Seen(done, kept.get("samples", -1), kept.get("tokens", -1), last_size)
     else:
         samples = done * sizes["global_batch"]
-        seen = Seen(done, samples, samples * sizes["seq_len"])
+        seen = Seen(done, samples, samples * sizes["seq_len"], last_size)
         if done:
             lines.append(
                 f"this checkpoint does not count samples: {plural(done, 'step')} of "
@@ -55,9 +53,9 @@ def find_seen(
         if type(count) is not int or count < 0:
             raise CheckpointError(f"{checkpoint} cannot be read: its count of {name} is {count!r}; use an older one")
     ahead = _list_ahead(seen.samples, ramp)
-    if sizes["global_batch"] != batch.global_batch or origin.get(_AHEAD, ahead) != ahead:
+    if done and (sizes["global_batch"] != batch.global_batch or origin.get(_AHEAD, ahead) != ahead):
         size = size_after(seen.samples, batch.global_batch, ramp)
-        lines.append(_describe_other_batch(sizes[_STEP_BATCH], size, seen, by_ramp=bool(ahead)))
+        lines.append(_describe_other_sizes(last_size, size, seen, by_ramp=bool(ahead)))
     return seen, lines
 
 
@@ -66,15 +64,15 @@ def _list_ahead(samples: int, ramp: Sequence[RampStage]) -> list[list[int]]:
     return [[stage.until, stage.global_batch] for stage in ramp if samples < stage.until]
 
 
-def _describe_other_batch(old: int, new: int, seen: Seen, *, by_ramp: bool) -> str:
-    """A line on a last batch of `old` and a next one of `new` samples, of a run with other sizes ahead than before."""
+def _describe_other_sizes(old: int, new: int, seen: Seen, *, by_ramp: bool) -> str:
+    """A line on resumed steps of other sizes: the last one had `old` samples, the next one has `new`."""
+    pace = "the learning rate counts steps"
     if old == new:
         return (
-            f"global_batch is {new}, as when this was saved, and later batches are of another size than "
-            f"train.batch_ramp and global_batch said then; the learning rate goes by steps, whatever their size"
+            f"the next step has {plural(new, 'sample')}, as the last one had; later steps differ from what was planned "
+            f"when this was saved (batch.global_batch or train.batch_ramp has changed); {pace}"
         )
     return (
-        f"global_batch was {old} when this was saved and is {new}{', by train.batch_ramp' * by_ramp}: the next batch "
-        f"begins after the {plural(seen.samples, 'sample')} that were seen; the learning rate goes by steps, which "
-        f"are of another size now"
+        f"the last step had {plural(old, 'sample')}, the next one has {new}{', by train.batch_ramp' * by_ramp}; it "
+        f"begins after the {plural(seen.samples, 'sample')} that were seen; {pace}, whatever their size"
     )

@@ -278,6 +278,7 @@ class Records(Observer):
             tokens_per_s=speed.get("tokens_per_s"),
             mfu=speed.get("mfu"),
             peak_memory_bytes=None if self.peaks is None else tuple(self.peaks),
+            peak_reserved_bytes=self.reserved_bytes,
             expert_imbalance=fmean(imbalances[-10:]) if imbalances else None,
         )
         used = self.chosen.kernels.used(self.config.request_kernels(self.device, self.layout))
@@ -307,8 +308,7 @@ class Records(Observer):
         self.display.show_table(f"{summary.outcome} after {plural(done, 'step')}", rows)
 
     def _describe(self, summary: Summary, measured: Performance, num_losses: int) -> list[tuple[str, str]]:
-        told = self._run.predicted
-        predicted = told or Performance()
+        predicted = self._run.predicted or Performance()
         speed, predicted_speed = map(self._find_speed, (measured, predicted))
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
@@ -322,7 +322,7 @@ class Records(Observer):
             ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
-            *_describe_reserved(summary.peak_reserved_bytes, told.peak_reserved_bytes if told else None),
+            *_describe_reserved(measured, predicted),
             *_describe_balance(measured, predicted),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
@@ -338,9 +338,11 @@ class Records(Observer):
         return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
 
 
-def _describe_reserved(measured: int | None, predicted: int | None) -> list[tuple[str, str]]:
-    """A row on bytes that the allocator had reserved; none where that was not measured."""
-    return [] if measured is None else [("reserved by the allocator", compare(measured, predicted, format_bytes))]
+def _describe_reserved(measured: Performance, predicted: Performance) -> list[tuple[str, str]]:
+    """A row on bytes that PyTorch's allocator had reserved; none where that was not measured."""
+    if measured.peak_reserved_bytes is None:
+        return []
+    return [("reserved", compare(measured.peak_reserved_bytes, predicted.peak_reserved_bytes, format_bytes))]
 
 
 def _describe_balance(measured: Performance, predicted: Performance) -> list[tuple[str, str]]:

@@ -21,9 +21,8 @@ _LAYOUT = "layout"
 def save(trainer: Trainer, checkpoints: Checkpoints, done: int, folder: str, *, is_last: bool) -> None:
     """Save the state after `done` steps into RUN/`folder`; CheckpointError if the `is_last` is not saved."""
     seen = trainer.count_seen(done)
-    samples = trainer.batches.samples
-    size = samples.size_of(max(done - 1, samples.seen.step))  # before this start's first step, that of this step
-    origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen, size, samples.ramp)}
+    ramp = trainer.batches.samples.ramp
+    origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen, ramp)}
     origin |= {_LAYOUT: str(trainer.layout)}
     origin |= trainer.base.note() if trainer.base else {}
     origin |= {"learning_rate": asdict(trainer.learning_rate), "spikes": trainer.spikes.to_dict()}

@@ -57,7 +57,7 @@ _LEAST_ROWS = 9
 DIFFERENCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Relative differences of predicted steps from which on pairs of layouts are counted together."""
 _LEAST_RUNS = 2
-"""Fewest runs for each constant of a fit to other groups: fewer would meet these runs, and say nothing of others."""
+"""Fewest runs for each constant of a fit: with fewer the constants match these runs, and predict no others."""
 _LEAST_GROUPS = 5
 """Fewest groups of dense models alone, or of mixtures alone, that have a range of their own."""
 _MOST_FITS = 8

@@ -43,11 +43,11 @@ _OUTCOME_LOSSES = (("soft_l1", 0.01),)
 _PEAK_LOSSES = (*_OUTCOME_LOSSES, ("cauchy", 0.01))
 """Losses of a peak: how far a host ran ahead differs between runs of one layout."""
 _PULL = 0.05
-"""Error of a further row for a constant at the other end of its bounds than before any fit, so that few rows move it
-little."""
+"""Residual of a constant that is a whole width of its bounds away from its value before any fit; it keeps a few rows
+from moving it far."""
 _FROM_END = 0.1
-"""Least distance from the ends of its bounds at which a constant starts: a host's time of 0 is hidden, and so are small
-ones."""
+"""Least distance between a constant's start and its bounds, in widths of them: a small host's time changes no
+prediction, so a fit that starts there finds no slope."""
 _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
@@ -170,8 +170,8 @@ def _find_least(
     """Values of the named constants with least loss of the residuals, each scaled by the width of its bounds.
 
     Each of the losses starts where the one before ended. Constants of which the residuals don't speak are left out: the
-    trust region, wider than the step that is told, would fill up with them. How far each of the others is from its
-    `expected` value is a residual too, see `_PULL`.
+    trust region, wider than the step that is told, would fill up with them. With `expected`, each constant that is
+    fitted is pulled towards its value there (`_PULL`).
     """
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
     shares = (np.array(start) - low) / (high - low)
@@ -193,10 +193,11 @@ def _find_least(
         found = find(with_told(values))
         return found if centre is None else np.append(found, _PULL * (values - centre[told]))
 
-    shares = with_told(np.clip(shares[told], _FROM_END, 1 - _FROM_END))
+    shares = with_told(np.clip(shares[told], _FROM_END, 1 - _FROM_END))  # the first loss starts where there is a slope
     for loss, scale in losses:
+        first = np.clip(shares[told], 1e-3, 1 - 1e-3)  # a later one may start close to a bound, but not on it
         found = least_squares(
-            find_all, np.clip(shares[told], 1e-3, 1 - 1e-3), bounds=(0, 1), loss=loss,
+            find_all, first, bounds=(0, 1), loss=loss,
             f_scale=scale, diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
         )  # fmt: skip
         shares = with_told(found.x)

@@ -7,7 +7,7 @@
 | tau | ran, per table | Kendall's tau-b of predicted against measured MFU; the mean over tables |
 | top1 | per table | measured MFU of the best predicted to fit (0 if it did not run) / best measured; the mean |
 | memory | peak given | median of abs(predicted peak / measured - 1) on pipeline rank 0 |
-| false_oom | ran, and say all that memory rests on | share that is predicted not to fit |
+| false_oom | ran, with `tells_memory` | share that is predicted not to fit |
 
 On a CPU, which has no MFU, all of it is said of steps a second. Groups of rows have the medians of the errors of speed
 and memory alone, signed and absolute, and the share of rows inside the interval that was predicted for them.
@@ -147,7 +147,7 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
 def score(predictions: Sequence[Prediction]) -> Scores:
     """The scores of one table, or pooled over several."""
     tables = list(by_table(predictions).values())
-    ran = [p for p in predictions if p.run.ran and p.run.tells_memory]
+    judged = [p for p in predictions if p.run.ran and p.run.tells_memory]
     errors = [abs(p.speed_error) for p in predictions if p.is_scored]
     return Scores(
         fit=_score_fit(predictions),
@@ -156,7 +156,7 @@ def score(predictions: Sequence[Prediction]) -> Scores:
         tau=_over(mean, map(_score_ranking, tables)),
         top1=_over(mean, map(_score_best, tables)),
         memory=_over(median, (abs(p.memory_error) for p in predictions if p.run.has_peak)),
-        false_oom=_over(mean, (not p.estimate.fits for p in ran)),
+        false_oom=_over(mean, (not p.estimate.fits for p in judged)),
         rows=len(predictions),
     )
 

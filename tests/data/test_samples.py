@@ -179,7 +179,8 @@ def test_batches_of_any_sizes_one_after_the_other_are_all_samples_in_order(parts
                 numbers += number_samples(before, indices, batch.global_batch).tolist()
         seen = seen.after(seen.step + num_steps, batch)
     assert numbers == list(range(len(numbers)))
-    assert seen == Seen(sum(steps for _, steps in parts), len(numbers), 4 * len(numbers))
+    last = next((size * num_ranks for size, steps in reversed(parts) if steps), 0)
+    assert seen == Seen(sum(steps for _, steps in parts), len(numbers), 4 * len(numbers), last)
 
 
 def test_a_step_before_the_count_begins_is_an_error():
@@ -207,7 +208,8 @@ def test_ranks_of_a_ramp_read_all_samples_in_order_also_after_a_resume_on_others
                 numbers += samples.number(step, own_indices(sizes[-1], rank, ranks)).tolist()
         seen = seen.after(steps.stop, batch, ramp)
     assert numbers == list(range(sum(sizes)))
-    assert seen == Seen(saved + more, len(numbers), 4 * len(numbers))
+    assert seen == Seen(saved + more, len(numbers), 4 * len(numbers), sizes[-1])
+    assert seen.after(seen.step, Batch(global_batch=7, seq_len=4)) == seen
     assert count_steps_until(len(numbers), 0, batch.global_batch, ramp) == saved + more
     assert count_steps_until(len(numbers) - 0.5, 0, batch.global_batch, ramp) == saved + more
 

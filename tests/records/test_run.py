@@ -46,8 +46,8 @@ def test_json_gives_a_run_back(gpu, model):
 def test_predicted_and_measured_have_the_same_words():
     measured = make_run().to_dict()["measured"]
     assert list(measured) == [
-        "step_time_s", "step_time_spread_s", "tokens_per_s", "mfu", "peak_memory_bytes", "time", "memory",
-        "expert_imbalance",
+        "step_time_s", "step_time_spread_s", "tokens_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes",
+        "time", "memory", "expert_imbalance",
     ]  # fmt: skip
     assert measured["memory"][1]["parameters"] == 1.0
 

@@ -74,5 +74,6 @@ def test_all_numbers_belong_to_the_median_step_that_neither_warms_up_nor_watches
 def test_how_full_the_fullest_rank_was_is_what_the_run_summed_up(tmp_path):
     line = {"step_time_s": 1.0, "peak_memory_bytes": None, "mfu": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (tmp_path / "summary.json").write_text('{"outcome": "done", "expert_imbalance": 1.25}')
-    assert measure(tmp_path, 0, Batch(global_batch=1, seq_len=1))[1].expert_imbalance == 1.25
+    (tmp_path / "summary.json").write_text('{"outcome": "done", "expert_imbalance": 1.25, "peak_reserved_bytes": 9}')
+    _, found = measure(tmp_path, 0, Batch(global_batch=1, seq_len=1))
+    assert (found.expert_imbalance, found.peak_reserved_bytes) == (1.25, 9)

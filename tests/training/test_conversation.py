@@ -102,16 +102,27 @@ def test_a_conversation_ends_where_it_outgrows_the_model(folder, prompts, monkey
     assert said.err == (
         "the conversation with this question has 127 tokens, and the model's context is 64: begin another one\n"
     )
+    say(monkeypatch, f"{'a' * 57}\n{'b' * 57}\n")
+    assert chat(folder, "--json") == 2
+    document = json.loads(capsys.readouterr().out)
+    assert not document["ok"] and document["problems"] == said.err.splitlines()
+    assert [each["content"] for each in document["messages"]] == ["a" * 57, "ye"]
 
 
 def test_ctrl_c_ends_a_conversation_quietly(folder, prompts, monkeypatch, capsys):
     class Interrupted(io.StringIO):
         def __next__(self):
+            if line := self.readline():
+                return line
             raise KeyboardInterrupt
 
     monkeypatch.setattr("sys.stdin", Interrupted())
     assert chat(folder) == 130
     assert capsys.readouterr().err == "" and prompts == []
+    monkeypatch.setattr("sys.stdin", Interrupted("hi\n"))
+    assert chat(folder, "--json") == 130
+    said = capsys.readouterr()
+    assert [each["content"] for each in json.loads(said.out)["messages"]] == ["hi", "yes"] and said.err == ""
 
 
 def test_a_terminal_is_asked_by_a_mark_until_ctrl_d(folder, tmp_path):

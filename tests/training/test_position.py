@@ -15,7 +15,7 @@ from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.config.loading import load_config
 from dtlayout.data import samples
 from dtlayout.data.samples import Seen
-from dtlayout.spec.batch import Batch
+from dtlayout.spec.batch import Batch, RampStage
 from dtlayout.training.position import find_seen, note_seen
 
 BATCH = Batch(global_batch=8, seq_len=16)
@@ -55,8 +55,8 @@ def test_batches_of_other_sizes_there_and_back_read_each_sample_once(files, read
     (*_, newest) = list_checkpoints(files.run / "checkpoints")
     assert (read_manifest(newest) or {})["samples"] == len(read)
     said = capsys.readouterr().out
-    assert said.count("the next batch begins after the 16 samples that were seen") == 1
-    assert said.count("global_batch was 4 when this was saved and is 16: the next batch begins after the 28 samp") == 1
+    assert said.count("the last step had 8 samples, the next one has 4; it begins after the 16 samples that") == 1
+    assert said.count("the last step had 4 samples, the next one has 16; it begins after the 28 samples that") == 1
     assert "another order" not in said and "does not count" not in said
 
 
@@ -75,7 +75,7 @@ def test_a_ramp_reads_what_a_run_without_one_reads_and_goes_on_where_it_was(file
     for line, size in zip(lines, (2, 2, 4, 4, 8, 8), strict=True):
         assert line["tokens_per_s"] == pytest.approx(16 * size / line["step_time_s"])
     assert said.count("samples until 3") == 0 and said.count("global batches of 2 until 3 samples, 4 until 12 sam") == 3
-    assert "6 steps read 28 samples: " in said and "another order" not in said and "note: global_batch" not in said
+    assert "6 steps read 28 samples: " in said and "another order" not in said and "note: the last step had" not in said
     summary = json.loads((files.run / "summary.json").read_text())
     assert summary["step_time_s"] in [line["step_time_s"] for line in lines[4:]] or summary["step_time_s"] == (
         pytest.approx(sum(line["step_time_s"] for line in lines[4:]) / 2)
@@ -91,16 +91,20 @@ def test_a_ramp_reads_what_a_run_without_one_reads_and_goes_on_where_it_was(file
 def test_beside_a_ramp_the_batches_of_the_last_step_and_of_the_next_one_are_named(files, capsys):
     def go_on(steps: int, *options: str) -> list[str]:
         assert launch.main([str(files.config), f"--train.steps={steps}", *options]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: global_batch")]
+        return [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith(("note: the last", "note: the next"))
+        ]
 
     slower = "--train.batch_ramp=[{until=100, global_batch=2}]"
     assert go_on(2, RAMP) == go_on(3, RAMP) == []  # the next stage begins between them, as it was to
     (line,) = go_on(4)
-    assert line.startswith("note: global_batch was 4 when this was saved and is 8: the next batch begins after the 8 s")
+    assert line.startswith("note: the last step had 4 samples, the next one has 8; it begins after the 8 samples that ")
     (line,) = go_on(5, slower)
-    assert line.startswith("note: global_batch was 8 when this was saved and is 2, by train.batch_ramp: the next batch")
+    assert line.startswith("note: the last step had 8 samples, the next one has 2, by train.batch_ramp; it begins")
     (line,) = go_on(6, slower, "--batch.global_batch=16")
-    assert line.startswith("note: global_batch is 2, as when this was saved, and later batches are of another size")
+    assert line.startswith("note: the next step has 2 samples, as the last one had; later steps differ from what was")
     assert go_on(7, slower, "--batch.global_batch=16") == []
 
 
@@ -184,13 +188,25 @@ def test_a_checkpoint_that_counts_no_samples_goes_on_as_its_version_would_and_sa
 
 
 def test_what_was_seen_is_what_was_kept_or_follows_from_steps():
-    kept = Seen(5, 44, 704)
-    assert find_seen({**note_seen(kept, 8), "global_batch": 8}, 5, BATCH, HERE) == (kept, [])
+    kept = Seen(5, 44, 704, 8)
+    assert find_seen({**note_seen(kept), "global_batch": 8}, 5, BATCH, HERE) == (kept, [])
     assert find_seen({}, 0, BATCH, HERE) == (Seen(), [])  # weights that were converted
+    assert find_seen({**note_seen(Seen()), "global_batch": 4}, 0, BATCH, HERE) == (Seen(), [])
     seen, (line,) = find_seen({}, 5, BATCH, HERE)
-    assert seen == Seen(5, 40, 640) and "5 steps of global_batch=8" in line
+    assert seen == Seen(5, 40, 640, 8) and "5 steps of global_batch=8" in line
     seen, lines = find_seen({"global_batch": 4, "seq_len": 32}, 5, BATCH, HERE)
-    assert seen == Seen(5, 20, 640) and len(lines) == 2
+    assert seen == Seen(5, 20, 640, 4) and len(lines) == 2
+
+
+def test_a_save_before_a_step_of_this_start_keeps_the_size_of_the_last_one_of_an_earlier_start():
+    """As that of the state which met a spike: at a ramp's border the next step has another size."""
+    ramp = (RampStage(until=8, global_batch=4),)
+    before = Seen().after(2, BATCH, ramp)
+    assert before == Seen(2, 8, 128, 4) and before.after(2, BATCH, ramp) == before
+    origin = {**note_seen(before.after(2, BATCH, ramp), ramp), "global_batch": 8}
+    assert find_seen(origin, 2, BATCH, HERE, ramp) == (before, [])
+    _, (line,) = find_seen(origin, 2, Batch(global_batch=16, seq_len=16), HERE, ramp)
+    assert line.startswith("the last step had 4 samples, the next one has 16; it begins after the 8 samples that were")
 
 
 @pytest.mark.parametrize(
