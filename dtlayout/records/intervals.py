@@ -8,7 +8,7 @@ the widest that these make together:
 | kind | what is new | rows behind the range |
 |---|---|---|
 | known | only the model | those of the engine on the GPU type in the format, by fits to other models |
-| new nodes | more nodes than any row like it: a range of one doubling, of a step once for each | by fits to half as many |
+| new nodes | more nodes than any row like it: a range of one doubling, a step's for each | by fits to half as many |
 | new site | the site, as that of a user is | by fits to what other sites measured |
 | new GPU | the GPU type, the format or the kind of model | by fits to other GPU types |
 | new engine | the engine | by fits to no run of the engine |
