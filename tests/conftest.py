@@ -21,6 +21,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which nothing is folded, so that tests look for whole sentences."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four gloo ranks that live as long as the session."""

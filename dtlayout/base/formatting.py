@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
-from dtlayout.base.terminal import clean
+from dtlayout.base.terminal import clean, find_width
 
 GIB = 2**30
 """Bytes of a GiB, the unit in which people read the memory of GPUs."""
@@ -143,9 +143,12 @@ def format_bytes(nbytes: float, digits: int = 2) -> str:
     return f"{nbytes / size:.{digits}f} {unit}"
 
 
-def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
-    """`start` and words with commas between, in lines of up to `width`; further lines are indented below the first."""
-    lines, line = [], start
+def wrap(start: str, words: Sequence[str], width: int | None = None) -> list[str]:
+    """`start` and words with commas between, in lines of up to `width`; further lines are indented below the first.
+
+    By default they are as wide as the terminal, and 118 at most.
+    """
+    lines, line, width = [], start, width or min(118, find_width())
     for i, word in enumerate(words):
         word += "," * (i < len(words) - 1)
         if len(line) + len(word) > width:
@@ -155,17 +158,18 @@ def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
     return [*lines, line.rstrip()]
 
 
-def fold(line: str, width: int) -> list[str]:
+def fold(line: str, width: int, column: int | None = None) -> list[str]:
     """A line in pieces of up to `width` letters, broken between words; pieces after the first are indented.
 
-    A word that is longer stays whole.
+    They begin at `column`, such as that of a value behind its name; by default four letters further than the line. A
+    word that is longer stays whole.
 
     >>> fold("  one two three", 11)
     ['  one two', '      three']
     """
     if len(line) <= width:
         return [line]
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    indent = " " * (len(line) - len(line.lstrip()) + 4 if column is None else column)
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

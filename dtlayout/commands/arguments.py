@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
-from dtlayout.base.formatting import plural, shorten
+from dtlayout.base.formatting import fold, plural, shorten
+from dtlayout.base.terminal import find_width
 from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus, list_gpus_called
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ def show(options: argparse.Namespace, document: D, describe: Callable[[D], Itera
     else:
         print("\n".join(describe(document)))
     return 0
+
+
+def print_note(text: str) -> None:
+    """Print a note on stderr, beside the answer, folded at the width of the terminal."""
+    print("\n".join(fold(f"note: {text}", find_width())), file=sys.stderr, flush=True)
 
 
 class CommandAnswer(NamedTuple):
@@ -159,7 +165,7 @@ def name_gpu(asked: str, *, tells: bool = True) -> str:
     if not tells:
         return found[0]
     others = f"; {', '.join(found[1:])} {'are' if found[2:] else 'is'} known too" * (len(found) > 1)
-    print(f"note: {asked} is taken as {found[0]}{others}", file=sys.stderr)
+    print_note(f"{asked} is taken as {found[0]}{others}")
     return found[0]
 
 

@@ -127,7 +127,8 @@ def _refuse(error: DtlayoutError, question: PageQuestion | None = None, folder: 
 
 
 def _list_notes(notes: StringIO) -> list[str]:
-    return [line.removeprefix("note: ") for line in notes.getvalue().splitlines() if line.startswith("note: ")]
+    lines = notes.getvalue().replace("\n    ", " ").splitlines()  # a terminal has them folded
+    return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
 
 
 def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from dtlayout.base.formatting import align, format_bytes
+from dtlayout.base.formatting import align, fold, format_bytes
+from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import MODELS, JsonDocument
 from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.models.files import find_model
@@ -39,7 +40,8 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     yield from ("", *align(rows))
     peak, capacity = format_bytes(found["peak_bytes"]), format_bytes(found["capacity_bytes"])
     fits = "fits" if found["fits"] else "does not fit"
-    yield f"with them: {peak} of {capacity}, {fits}; a step of at least {found['step_time_s']:.3f} s"
+    with_them = f"with them: {peak} of {capacity}, {fits}; a step of at least {found['step_time_s']:.3f} s"
+    yield from fold(with_them, find_width())
 
 
 BESIDE = SideQuestion(_add, _answer, _describe)

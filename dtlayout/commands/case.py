@@ -1,14 +1,21 @@
 """A case: a config as an engine is predicted to run it, for commands that explain or compare."""
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
-from dtlayout.commands.arguments import MODELS, add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
+from dtlayout.commands.arguments import (
+    MODELS,
+    add_gpu,
+    add_world,
+    choose_gpu,
+    choose_world,
+    find_assumed_world,
+    print_note,
+)
 from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
@@ -75,7 +82,7 @@ def read_other(
     methods = find_engine(asked.engine, "cpu").features.cp_methods
     tables.setdefault("layout", {}).setdefault("cp_method", methods[0])
     if notes:
-        print(f"note: {path} is read as a job of {found.title}; dtlayout read shows how", file=sys.stderr)
+        print_note(f"{path} is read as a job of {found.title}; dtlayout read shows how")
     return make_case(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)
 
 
@@ -85,7 +92,7 @@ def read_as_ours(found: Understood, path: Path, overrides: Sequence[str]) -> Con
     override(tables, overrides)
     tables.setdefault("train", {}).update(steps=1, epochs=0)
     _check_said(found, tables, path)
-    print(f"note: {path} is a job of {found.title}; our own trainer takes it as dtlayout read shows", file=sys.stderr)
+    print_note(f"{path} is a job of {found.title}; our own trainer takes it as dtlayout read shows")
     return parse_config(tables)
 
 
@@ -123,7 +130,7 @@ def make_case(config: Config, formats: Mapping[str, str], options: argparse.Name
     layout = _check(config, scenario)
     if notes:
         for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario), *config.describe_ramp()):
-            print(f"note: {note}", file=sys.stderr)
+            print_note(note)
     if scenario.engine.name == OWN_ENGINE:
         return Case(scenario, layout, predicted_kernels(config, layout, scenario.cluster.gpu))
     return Case(scenario, layout, engine_kernels(scenario, config.kernels, layout))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.formatting import align, format_bytes, plural, three_digits
+from dtlayout.base.formatting import align, fold, format_bytes, plural, three_digits
+from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.planner.lengths import weigh_lengths
@@ -105,9 +106,10 @@ def _describe(document: JsonDocument) -> Iterator[str]:
         return
     cut = f"; {found['cut'] / found['samples']:.1%} are cut" if found["cut"] else ""
     yield ""
-    yield (
+    yield from fold(
         f"lengths: {plural(found['samples'], 'sample')}, mean {found['mean']:.0f}, median {found['median']}, "
-        f"longest {found['longest']} tokens{cut}"
+        f"longest {found['longest']} tokens{cut}",
+        find_width(),
     )
     rows = [["samples are", "tokens of a sequence", "their own", "step, s", "their own tokens/s/GPU"]]
     rows += [
@@ -117,7 +119,8 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     ]  # fmt: skip
     yield from align(rows)
     fits = "fits" if found["fits"] else "does not fit"
-    yield f"a micro-batch with the longest, uncut: {format_bytes(found['longest_peak_bytes'])}, {fits}"
+    longest = f"a micro-batch with the longest, uncut: {format_bytes(found['longest_peak_bytes'])}, {fits}"
+    yield from fold(longest, find_width())
 
 
 LENGTHS = SideQuestion(_add, _answer, _describe)

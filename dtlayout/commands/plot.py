@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.formatting import align
+from dtlayout.base.formatting import align, fold
+from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument, show
 
 EXAMPLE = "dtlayout plot runs/debug runs/zero3 --page plot.html --png plots"
@@ -43,5 +44,5 @@ def run(options: argparse.Namespace) -> int:
 
 def _describe(document: JsonDocument) -> Iterator[str]:
     yield from align(document["_rows"])
-    yield from (f"note: {note}" for note in document["notes"])
-    yield f"wrote {', '.join(document['files'])}"
+    for line in (*(f"note: {note}" for note in document["notes"]), f"wrote {', '.join(document['files'])}"):
+        yield from fold(line, find_width())

@@ -25,7 +25,7 @@ from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural
 from dtlayout.base.interpreter import run_module
 from dtlayout.base.signals import STOPPED_EARLY, ending_early
-from dtlayout.commands.arguments import add_config
+from dtlayout.commands.arguments import add_config, print_note
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config
@@ -87,7 +87,7 @@ def _check_data(config: Config) -> None:
         return
     check_data(config)
     for line in prepare_small(config):
-        print(f"note: {line}", file=sys.stderr, flush=True)
+        print_note(line)
 
 
 def _choose_ranks(config: Config, asked: int | None) -> int:

@@ -433,3 +433,43 @@ def test_an_interrupt_is_answered_at_once_and_the_part_is_kept(number, exit_code
     assert child.stderr.startswith("saving a part, ending\n") and child.returncode == exit_code
     (parts,) = tmp_path.iterdir()
     assert parts.suffix == ".parts" and len(list(parts.glob("*.npz"))) == 1
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from dtlayout.config.sections import DataConfig
+from dtlayout.data import tokenizing
+from dtlayout.data.prepare import prepare_tokens
+tokenizing._PART_TOKENS = int(sys.argv[3])
+prepare_tokens(DataConfig(source=sys.argv[1], folder=sys.argv[2]))
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read as Linux says it")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Parts are small here, so that both sizes have many: 16 MiB instead of 4 took 0.2 MiB more.
+
+    `ru_maxrss` would be that of pytest, from which a process is forked.
+    """
+    row = json.dumps({"text": "some words of a document " * 40}) + "\n"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def weigh(num_mib: int, part_tokens: int) -> int:
+        """Bytes at the peak of a process that prepares a corpus of so many MiB."""
+        corpus = tmp_path / f"{num_mib}.jsonl"
+        corpus.write_text(row * (num_mib * 2**20 // len(row)))
+        command = [
+            sys.executable,
+            "-c",
+            PEAK,
+            str(corpus),
+            str(tmp_path / f"{num_mib}-{part_tokens}"),
+            str(part_tokens),
+        ]
+        return 1024 * int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    part = 2**19
+    assert weigh(16, part) - weigh(4, part) < 6 * 2**20, "half of the 12 MiB that holding the text would take"
+    assert weigh(16, 2**25) - weigh(16, part) > 12 * 2**20, "a part as large as the corpus is seen"
