@@ -35,13 +35,13 @@ def train(name: str, start: str, *options: str) -> None:
     print(f"{name}:", flush=True)
     sizes = {"batch.global_batch": 8, "batch.seq_len": 64, "train.steps": 100, "checkpoint.export": "true"}
     arguments = [f"--{key}={value}" for key, value in {**overrides, **sizes}.items()]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    subprocess.run([sys.executable, *launcher, "train.py", "configs/debug.toml", *arguments, *options], check=True)
+    command = [sys.executable, "-m", "dtlayout", "train", "configs/debug.toml", "--ranks", "2", *arguments, *options]
+    subprocess.run(command, check=True)
 
 
 def dtlayout(*arguments: str) -> str:
     """Output of a command."""
-    command = [sys.executable, "-m", "dtlayout.cli", *arguments]
+    command = [sys.executable, "-m", "dtlayout", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

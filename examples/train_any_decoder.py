@@ -36,8 +36,8 @@ def train(model: Path, name: str) -> None:
     overrides = {"model.name": model, "train.run_folder": folder / f"{name}-run", "layout.pp": 2, "layout.tp": 2}
     few = {"batch.global_batch": 8, "batch.seq_len": 32, "train.steps": 20, "data.max_tokens": 100_000}
     options = [f"--{key}={value}" for key, value in {**overrides, **few, "checkpoint.export": "true"}.items()]
-    start("dtlayout.cli", "check", "configs/debug.toml", "--world", "4", "--prove", *options)
-    start("torch.distributed.run", "--standalone", "--nproc-per-node", "4", "train.py", "configs/debug.toml", *options)
+    start("dtlayout", "check", "configs/debug.toml", "--world", "4", "--prove", *options)
+    start("dtlayout", "train", "configs/debug.toml", "--ranks", "4", *options)
     exported = AutoModelForCausalLM.from_pretrained(folder / f"{name}-run" / "hf")
     with torch.no_grad():
         loss = float(exported(text, labels=text).loss)
@@ -47,5 +47,5 @@ def train(model: Path, name: str) -> None:
 
 
 train(folder / "neox", "neox")
-start("dtlayout.cli", "trace", f"{folder}/gemma", "--output", f"{folder}/gemma.json")
+start("dtlayout", "trace", f"{folder}/gemma", "--output", f"{folder}/gemma.json")
 train(folder / "gemma.json", "gemma")

@@ -71,6 +71,20 @@ def test_the_page_and_the_stub_of_the_api_are_what_the_docstrings_say():
     assert "\n".join(api_page.write_stub()) + "\n" == api_page.STUB.read_text("utf-8"), "make docs-api writes the stub"
 
 
+def test_the_page_of_the_api_has_what_classes_inherit_and_the_defaults_of_fields():
+    page = api_page.PAGE.read_text("utf-8")
+    sections = dict(part.split("\n", 1) for part in re.split(r"^### ", page, flags=re.MULTILINE)[1:])
+    layout = sections["Layout"]
+    assert all(
+        f"\n    {field}: int = 1,\n" in layout and f"- `{field}`: " in layout for field in ("tp", "pp", "micro_batch")
+    )
+    assert "cp_method: str = 'ring'" in layout and "ClassVar" not in page
+    answers = api_page.SECTIONS["Answers"]
+    assert all(("`plot()`" in sections[name]) == hasattr(getattr(dtlayout, name), "plot") for name in answers)
+    predicted = re.findall(r"^- `(\w+)`: ", sections["PredictedLayout"], re.MULTILINE)
+    assert predicted and all(f"`{member}`" in sections["ExplainedLayout"] for member in predicted)
+
+
 def test_the_page_of_the_api_has_every_public_name_and_example():
     assert sorted(name for names in api_page.SECTIONS.values() for name in names) == sorted(dtlayout.__all__)
     assert {*api_page.EXAMPLES} == {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}

@@ -66,10 +66,18 @@ def list_files(folder: Path, *below: str) -> set[str]:
 
 
 def test_the_source_has_docs_configs_examples_scripts_and_tests(source):
-    made = re.compile(r"\.png$|-measured\.json$")
+    made = re.compile(r"^benchmarks/.*\.png$|-measured\.json$")
     assert {path for path in list_files(ROOT, *FOLDERS) if not made.search(path)} == list_files(source, *FOLDERS)
     for name in FILES:
         assert (source / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_every_picture_that_a_page_of_the_source_shows_is_in_it(source):
+    shown = re.compile(r'!\[[^]]*\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"')
+    pages = [source / "README.md", *(source / "docs").rglob("*.md")]
+    found = [(page, place or other) for page in pages for place, other in shown.findall(page.read_text("utf-8"))]
+    local = [(page, place) for page, place in found if "://" not in place]
+    assert local and not [(page, place) for page, place in local if not (page.parent / place).is_file()]
 
 
 def test_the_wheel_has_the_package_with_its_tables_and_types_and_nothing_else(wheel):

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def start(tmp_path: Path, num_gpus: int) -> tuple[list[str], str]:
-    """The arguments that torchrun gets where torch sees so many GPUs, and what the script prints."""
-    for name, text in (("python", f"echo {num_gpus}"), ("torchrun", 'printf "%s\\n" "$@"')):
+    """The arguments that dtlayout gets where torch sees so many GPUs, and what the script prints."""
+    for name, text in (("python", f"echo {num_gpus}"), ("dtlayout", 'printf "%s\\n" "$@"')):
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
@@ -30,8 +30,8 @@ def start(tmp_path: Path, num_gpus: int) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 4, 6, 8, 12, 16, 64])
 def test_any_number_of_gpus_gets_a_legal_layout(tmp_path: Path, num_gpus: int) -> None:
-    (option, ranks, script, config, *overrides), printed = start(tmp_path, num_gpus)
-    assert (option, script) == ("--nproc-per-node", "train.py")
+    (command, config, option, ranks, *overrides), printed = start(tmp_path, num_gpus)
+    assert (command, option) == ("train", "--ranks")
     assert int(ranks) == (num_gpus or 8)
     layout = check_layout(load_config(ROOT / config, overrides), int(ranks))
     assert (layout.pp, layout.tp) == ((1, 1) if num_gpus % 4 else (2, 2))

@@ -9,7 +9,8 @@ into collectives. From then on a signal is only a wish. All ranks hear of it bef
 numbers.
 
 Before `note_signals` Python has imported what the checks need, which takes a second. `end_at_once` has a signal end the
-process there, with a line in the place of a traceback.
+process there, with a line in the place of a traceback. A command that checks before it starts ranks does so in a block
+of `ending_early`: people meet one end, whichever process their signal finds.
 """
 
 import os
@@ -73,6 +74,16 @@ def _end(*_: object) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(STOPPED_EARLY, file=sys.stderr, flush=True)
     os._exit(EXIT_STOPPED)
+
+
+@contextmanager
+def ending_early() -> Iterator[None]:
+    """A block in which these signals end the process at once, with the line of a start that has not trained."""
+    with note_signals() as request:
+        request.early_end = _end
+        yield
+    if request.is_made:  # it came while the block ended
+        _end()
 
 
 def _ignore(*_: object) -> None:

@@ -4,6 +4,9 @@ Before several ranks start, small data are prepared here: a bad row is refused w
 One rank is this process, which becomes the trainer. Several are started by torchrun's agent, in this process. Its
 messages and its traceback are left out: the trainer's ranks have said why they end. Ranks on several nodes are started
 by a torchrun on each, with `-m dtlayout.launch CONFIG`.
+
+The first line comes before torch is imported and data are prepared, which takes seconds. A signal until the ranks are
+there ends the command as it ends a rank before its first step.
 """
 
 import argparse
@@ -21,7 +24,7 @@ from dtlayout.base.errors import EXIT_CRASHED, EXIT_DONE, EXIT_NON_FINITE, EXIT_
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import plural
 from dtlayout.base.interpreter import run_module
-from dtlayout.base.signals import STOPPED_EARLY
+from dtlayout.base.signals import STOPPED_EARLY, ending_early
 from dtlayout.commands.arguments import add_config
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
@@ -56,14 +59,16 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig("this is a rank of torchrun already; let torchrun start -m dtlayout.launch CONFIG")
     if options.max_restarts < 0:
         raise InvalidConfig(f"--max-restarts={options.max_restarts} must not be negative")
-    config = load_config(options.config, options.overrides)
-    num_ranks = _choose_ranks(config, options.ranks)
-    layout = check_layout(config, num_ranks)
-    if num_ranks > 1:
-        from dtlayout.training.devices import refuse_missing  # only now: it imports torch, which the ranks' agent needs
+    with ending_early():
+        config = load_config(options.config, options.overrides)
+        num_ranks = _choose_ranks(config, options.ranks)
+        layout = check_layout(config, num_ranks)
+        if num_ranks > 1:
+            print(f"checking the device and the data, then starting {num_ranks} ranks", file=sys.stderr, flush=True)
+            from dtlayout.training.devices import refuse_missing  # only now: it imports torch, as the ranks' agent does
 
-        refuse_missing(config.train.device)
-        _check_data(config)
+            refuse_missing(config.train.device)
+            _check_data(config)
     print(f"starting {plural(num_ranks, 'rank')}: {config.model.name} as {layout}", file=sys.stderr, flush=True)
     program = run_module("dtlayout.launch", str(options.config), *options.overrides)
     if num_ranks == 1:
@@ -105,10 +110,11 @@ def run_ranks(program: list[str], num_ranks: int, max_restarts: int = 0, run_fol
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which warns of it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
-    from torch.distributed.elastic.multiprocessing import SignalException  # only now: it takes seconds
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args
-    from torch.distributed.run import run as start_agent
+    with ending_early():
+        from torch.distributed.elastic.multiprocessing import SignalException  # only now: it takes seconds
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args
+        from torch.distributed.run import run as start_agent
 
     ours = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
     agent = parse_args([*ours, "--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", "--no-python", *program])

@@ -16,7 +16,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_training_lacks
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.families import find_family, find_target_problems
-from dtlayout.models.traced import find_changed_sizes, find_whole
+from dtlayout.models.traced import FAMILY, find_changed_sizes, find_whole
 from dtlayout.models.weights import check_init_from, describe_no_new_rows
 from dtlayout.spec.device import Device, check_formats, check_update_format, expect_device
 from dtlayout.spec.layout import Layout
@@ -139,6 +139,25 @@ def describe_start(config: Config) -> list[str]:
     return lines
 
 
+def _check_traced_rows(config: Config) -> list[Refusal]:
+    """A traced model has a row for each token, and rows that tp divides: its code is built with those of its folder."""
+    model, tp = config.model, config.layout.tp
+    if model.family != FAMILY or model.adapter is not None or not config.train.init_from:
+        return []
+    num_rows, num_ids = model.vocab_size, count_ids(config.data.tokenizer)
+    found = []
+    if num_ids > num_rows:
+        found.append(f"the tokenizer has {num_ids} ids, the model {num_rows} rows of embedding and head")
+    if tp > 1 and num_rows % tp:
+        found.append(f"tp={tp} does not divide {num_rows} rows")
+    advice = (
+        f"resize it, by transformers: model.resize_token_embeddings({max(num_rows, num_ids)}, "
+        f"pad_to_multiple_of={lcm(8, tp)}), and save_pretrained to a new folder for model.name and train.init_from"
+    )
+    what = f"a traced model gets no new rows: {'; '.join(found)}"
+    return [Refusal("model.vocab_size", what, advice)] if found else []
+
+
 def _check_export(config: Config) -> list[Refusal]:
     """Weights are exported out of a checkpoint."""
     if not config.checkpoint.export or config.checkpoint.save:
@@ -221,6 +240,6 @@ def _check_disk(config: Config) -> list[Refusal]:
 
 _RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
     _check_family, _check_adapter, _check_first_weights, _check_tokens, _check_filling, _check_export, _check_spikes,
-    check_warmup, _check_roles, _check_ramp, _check_loss_scale, _check_disk, _check_traced,
+    check_warmup, _check_roles, _check_ramp, _check_loss_scale, _check_disk, _check_traced, _check_traced_rows,
 )  # fmt: skip
 """Rules of sections beside each other."""

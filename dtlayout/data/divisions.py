@@ -52,12 +52,17 @@ class Division(ABC):
     @property
     @abstractmethod
     def num_cut(self) -> int:
-        """Documents that are longer than a sample, where documents are kept whole; 0 where they are not."""
+        """Documents with tokens in the samples of which none holds all: longer than a sample, or cut at its end."""
 
     @property
     @abstractmethod
     def padding_share(self) -> float:
         """Share of the samples' room that no passage fills."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Tokens behind the last sample, left out of each epoch because they fill none; 0 where documents are whole."""
+        return 0
 
     @abstractmethod
     def find(self, ids_B: Ints) -> Passages:
@@ -75,10 +80,22 @@ class PackedDivision(Division):
         """
         return max(self.tokens.num_tokens - 1, 0) // self.seq_len
 
-    @property
+    @cached_property
     def num_cut(self) -> int:
-        """Always 0, for samples end wherever they end."""
-        return 0
+        """Documents in which a sample ends. One that ends with a sample's last target is whole."""
+        documents, num_cut = self.tokens.documents, 0
+        for start in range(0, documents.size - 1, _DOCUMENTS_AT_ONCE):
+            bounds = np.asarray(documents[start : start + _DOCUMENTS_AT_ONCE + 1])
+            firsts, ends = bounds[:-1], bounds[1:]
+            sample = np.minimum(firsts // self.seq_len, self.num_samples - 1)
+            is_read = firsts <= self.num_samples * self.seq_len
+            num_cut += int((is_read & (ends > (sample + 1) * self.seq_len + 1)).sum())
+        return num_cut
+
+    @property
+    def num_left_out(self) -> int:
+        """Tokens behind the last sample, fewer than fill one."""
+        return self.tokens.num_tokens - self.num_samples * self.seq_len - 1
 
     @property
     def padding_share(self) -> float:

@@ -8,17 +8,18 @@ from dtlayout.data.samples import SampledSource, Samples
 
 
 def describe_sources(sources: Iterable[SampledSource]) -> list[str]:
-    """Lines for each source: padding and cut documents where documents stay whole; what is left out or not learnt."""
+    """Lines for each source: padding and cut documents; what is left out or not learnt."""
     return [line for source in sources for line in _describe_source(source)]
 
 
 def _describe_source(source: SampledSource) -> Iterator[str]:
     tokens, division = source.tokens, source.division
-    if source.samples != "packed":
-        yield (
-            f"{source.name}, {source.samples}: {division.padding_share:.1%} of the samples is padding; "
-            f"{_describe_cut(division.num_cut, tokens.num_documents)}"
-        )
+    padding, why = f"{division.padding_share:.1%} of the samples is padding", "longer than a sample"
+    if source.samples == "packed":
+        padding, why = "no padding", "a sample ends inside"
+    if source.samples != "packed" or tokens.num_documents > 1:  # a text of one document is there to be cut
+        cut = _describe_cut(division.num_cut, tokens.num_documents, why)
+        yield f"{source.name}, {source.samples}: {padding}; {cut}"
     if source.name != STDLIB and tokens.max_tokens and tokens.num_tokens == tokens.max_tokens:
         first = plural(tokens.max_tokens, "token", ",")
         yield f"note: data.max_tokens takes the first {first} of {source.name} alone; 0 takes all"
@@ -44,12 +45,12 @@ def _describe_source(source: SampledSource) -> Iterator[str]:
         )
 
 
-def _describe_cut(num_cut: int, num_documents: int) -> str:
+def _describe_cut(num_cut: int, num_documents: int, why: str) -> str:
     if not num_cut:
         return "no document is cut"
     share = num_cut / num_documents
     said = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
-    return f"{num_cut:,} of {plural(num_documents, 'document', ',')} cut, {said}: longer than a sample"
+    return f"{num_cut:,} of {plural(num_documents, 'document', ',')} cut, {said}: {why}"
 
 
 def describe_training(samples: Samples, num_steps: int) -> list[str]:
@@ -79,4 +80,6 @@ def describe_held_out(name: str, samples: Samples, num_batches: int) -> list[str
     line = f"validation{f' {name}' * bool(name)} measures {plural(measured, 'sample', ',')} of {num_held_out:,}"
     if measured < num_held_out:
         line += f", {plural(num_batches, 'batch')} of {samples.num_batches:,}: batches={num_batches}"
+    elif num_left_out := sum(source.division.num_left_out for source in samples.sources):
+        line += f"; {plural(num_left_out, 'token')} behind the last whole sample left out"
     return [line, *describe_sources(samples.sources)]

@@ -17,7 +17,7 @@ class CoarseState(NamedTuple):
 
     scenario: Scenario
     overrides: tuple[str, ...]
-    """Arguments of train.py that ask for it."""
+    """Arguments of `dtlayout train` that ask for it."""
 
     @property
     def option(self) -> str:

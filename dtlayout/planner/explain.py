@@ -52,7 +52,7 @@ class Change:
     knob: str
     """Name of the key that is set; another degree may have to follow."""
     overrides: tuple[str, ...]
-    """Arguments of train.py that make the change."""
+    """Arguments of `dtlayout train` that make the change."""
     estimate: Estimate
 
 
@@ -176,7 +176,7 @@ def find_fine_tuning(scenario: Scenario, now: Estimate) -> Change | None:
 
 
 def find_overrides(old: tuple[Layout, Kernels | OpenKernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
-    """Arguments of train.py that run the new layout and kernels where the config has the old ones."""
+    """Arguments of `dtlayout train` that run the new layout and kernels where the config has the old ones."""
     before, after = ({"layout": asdict(layout), "kernels": vars(kernels)} for layout, kernels in (old, new))
     return tuple(
         f"--{section}.{name}={show_value(value)}"

@@ -21,7 +21,7 @@ class FineTuning(NamedTuple):
     options: tuple[str, ...]
     """Arguments of recommend that ask for it."""
     overrides: tuple[str, ...]
-    """Arguments of train.py that ask for it."""
+    """Arguments of `dtlayout train` that ask for it."""
     meaning: str
 
 

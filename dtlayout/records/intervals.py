@@ -8,7 +8,7 @@ the widest that these make together:
 | kind | what is new | rows behind the range |
 |---|---|---|
 | known | only the model | those of the engine on the GPU type in the format, by fits to other models |
-| new nodes | more nodes than any row like it: a step's range of one doubling, for each | by fits to half as many |
+| new nodes | more nodes than any row like it: a range of one doubling, a step's for each | by fits to half as many |
 | new site | the site, as that of a user is | by fits to what other sites measured |
 | new GPU | the GPU type, the format or the kind of model | by fits to other GPU types |
 | new engine | the engine | by fits to no run of the engine |
@@ -142,7 +142,7 @@ def look_up(errors: Mapping[str, Any], facts: Mapping[str, str], site: str, node
     A quantity is missing where too few rows stand behind a kind that is needed.
     """
     ways = find_new(errors["seen"], facts, site, nodes)
-    of_memory = {kind: times for kind, times in ways.items() if kind != NEW_NODES}  # which hold no more than fewer
+    of_memory = dict.fromkeys(ways, 1)  # it does not grow with each doubling of nodes
     found: dict[Quantity, Interval | None] = {
         "step_time": _join(errors["step_time"], facts, ways),
         "peak_memory": _join(errors["peak_memory"], facts, of_memory),

@@ -60,7 +60,7 @@ class Sweep:
     source: str = field(default="", metadata={"key": "from"})
     """"recommend:K" for the K best layouts of a search; the key is `from` in the file."""
     overrides: tuple[str, ...] = ()
-    """Overrides for all trials, as on the command line of train.py."""
+    """Overrides for all trials, as on the command line of `dtlayout train`."""
     steps: int = 12
     """Optimizer steps of a trial."""
     warmup_steps: int = 4

@@ -336,7 +336,7 @@ def _describe(
     }  # fmt: skip
     whole = {axis: "; ".join(dict.fromkeys(found)) for axis, found in reasons.items() if found}
     if parsed is None:
-        whole["training"] = "it is a module of one's own, which train.py does not build"
+        whole["training"] = "it is a module of one's own, which dtlayout train does not build"
     elif any(each.experts for each in described):
         whole["training"] = "a mixture of experts is traced for predictions alone"
     elif problem := _find_untrained(

@@ -11,7 +11,7 @@ from real_folders import save_words
 from safetensors.torch import load_file
 from tiny import write_tiny
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import read_model
@@ -209,6 +209,29 @@ def test_unused_rows_take_no_part_in_the_loss(loss):
         assert name not in ENDS or not whole.grad[27:].any()
     with torch.no_grad():
         assert torch.equal(model(tokens)[..., :27], cut(tokens)) and (model(tokens)[..., 27:] == -torch.inf).all()
+
+
+def test_a_traced_model_without_the_rows_that_it_needs_is_refused_with_the_call_that_makes_them(run, tmp_path, capsys):
+    torch.manual_seed(3)
+    few = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=255, **few))
+    model.save_pretrained(folder := tmp_path / "odd")
+
+    def check(place: Path, *beside: str) -> tuple[int, str]:
+        options = (f"--model.name={place}", f"--train.init_from={place}", *beside)
+        return main(["check", str(run.config), "--world", "2", *options]), capsys.readouterr().err
+
+    call = "resize it, by transformers: model.resize_token_embeddings(257, pad_to_multiple_of=8), and save_pretrained"
+    code, said = check(folder)
+    few_rows = "the tokenizer has 257 ids, the model 255 rows of embedding and head"
+    assert code == 2 and f"a traced model gets no new rows: {few_rows}; {call}" in said
+    code, said = check(folder, "--layout.tp=2")
+    assert code == 2 and f"{few_rows}; tp=2 does not divide 255 rows; {call}" in said
+    assert "tp=2 does not divide vocab_size=255; use tp=1" in said
+
+    model.resize_token_embeddings(257, pad_to_multiple_of=8)
+    model.save_pretrained(tmp_path / "grown")
+    assert check(tmp_path / "grown", "--layout.tp=2", "--train.force=true")[0] == 0
 
 
 def test_beside_an_adapter_more_rows_than_the_folder_has_are_refused_and_a_resized_folder_trains(run, tmp_path, capsys):

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,21 +58,62 @@ def test_one_rank_is_this_process_and_a_whole_layout_says_the_ranks(files, monke
     assert started[1][-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=1"]
 
 
-def test_ranks_answer_at_once_and_finish_their_step_at_ctrl_c(files):
+WAITS_AT = """
+import os, sys, threading
+at = os.environ["WAITS_AT"]
+def watch(event, arguments):
+    if event in ("import", "open") and str(arguments[0]).endswith(at) and "dtlayout.launch" not in sys.orig_argv:
+        print("waiting", flush=True)
+        threading.Event().wait(120)
+sys.addaudithook(watch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "at"),
+    [
+        ("torch is imported", "torch"),
+        ("data are checked", "dtlayout.data.check"),
+        ("data are tokenized", "corpus.txt"),
+        ("the agent is imported", "torch.distributed.run"),
+    ],
+)
+def test_the_first_line_comes_before_the_slow_checks_and_ctrl_c_there_ends_as_before_a_first_step(
+    files, tmp_path, phase, at
+):
+    (tmp_path / "sitecustomize.py").write_text(WAITS_AT)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "WAITS_AT": at}
     command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
-    begun = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line == "waiting\n":
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 3, lines
+    assert lines[0] == "checking the device and the data, then starting 2 ranks", phase
+    assert lines.index("waiting") == (2 if at == "torch.distributed.run" else 1)
+    assert lines[-1] == "stopped before the first step: all is as it was"
+    assert len(lines) == lines.index("waiting") + 2 and not files.run.exists()
+
+
+def test_ranks_finish_their_step_at_ctrl_c(files):
+    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout
-    lines, waited_s = [], 0.0
+    lines = []
     for line in process.stdout:
-        waited_s = waited_s or time.monotonic() - begun
         lines.append(line.rstrip())
         if line.startswith("step   10/"):
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 3, lines
-    assert lines[0] == "starting 2 ranks: tiny as dp2 mb2 zero1" and waited_s < 20  # 0.5 s, on a machine that is idle
+    assert lines[0] == "checking the device and the data, then starting 2 ranks"
+    assert lines[1] == "starting 2 ranks: tiny as dp2 mb2 zero1"
     (finishing,) = [line for line in lines if line.startswith("finishing step ")]
     (ended,) = [line for line in lines if line.startswith("stopped after ")]
     assert ended.split()[2] in re.findall(r"\d+", finishing)
@@ -94,7 +134,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_ranks_start(files, monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["train", str(files.config), "--ranks", "2", "--train.device=cuda"]) == 2
     said = capsys.readouterr().err
-    assert "train.device='cuda', but torch finds no CUDA device here" in said and "starting" not in said
+    assert "train.device='cuda', but torch finds no CUDA device here" in said and "starting 2 ranks:" not in said
 
 
 def test_a_bad_row_far_behind_the_first_ones_is_refused_before_ranks_start(files, monkeypatch, capsys):
@@ -105,8 +145,8 @@ def test_a_bad_row_far_behind_the_first_ones_is_refused_before_ranks_start(files
     asked = ["train", str(files.config), "--ranks", "2", f"--data.source={rows}"]
     assert main(asked) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"reading '{rows}' broke at line 4001 of 'rows.jsonl': JSONDecodeError")
-    assert "starting 2 ranks" not in said and not started and not files.run.exists()
+    assert said.splitlines()[1].startswith(f"reading '{rows}' broke at line 4001 of 'rows.jsonl': JSONDecodeError")
+    assert "starting 2 ranks:" not in said and not started and not files.run.exists()
     monkeypatch.setattr("dtlayout.data.check._SMALL_BYTES", 1000)
     assert main(asked) == 0 and len(started) == 1
     assert "note: 0.2 MiB of data are not prepared: a bad row is found while" in capsys.readouterr().err
@@ -150,7 +190,7 @@ def test_ctrl_c_while_ranks_still_import_ends_with_one_plain_line(files, tmp_pat
         if lines.count("importing") == int(ranks) and line == "importing\n":
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 3, lines
-    (said,) = [line for line in lines if not line.startswith(("starting ", "importing", "Ctrl-C again"))]
+    (said,) = [line for line in lines if not line.startswith(("checking ", "starting ", "importing", "Ctrl-C again"))]
     assert said == "stopped before the first step: all is as it was"
 
 

@@ -1,11 +1,18 @@
 """How much of its data a run reads: epochs, documents that are cut, and what is held out and never measured."""
 
+import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from dtlayout.config.sections import DataConfig
+from dtlayout.data.divisions import PackedDivision
 from dtlayout.data.extent import describe_held_out, describe_sources, describe_training
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import SampledSource, Seen, open_samples
@@ -66,6 +73,12 @@ def test_of_several_sources_each_has_its_epochs(tmp_path):
         ("padded", ["x" * 30, "y" * 16, "w"], "padded: 29.4% of the samples is padding; 1 of 3 documents cut, 33.3%: "),
         ("padded", ["x" * 16] * 4, "padded: 0.0% of the samples is padding; no document is cut"),
         ("best-fit", ["x" * 30, "y" * 16, ""], "best-fit: 2.0% of the samples is padding; 1 of 3 documents cut, "),
+        (
+            "packed",
+            ["x" * 15, "y" * 16, "z" * 31, "w"],
+            "packed: no padding; 1 of 4 documents cut, 25.0%: a sample ends",
+        ),
+        ("packed", ["x" * 16, "y" * 15, "w"], "packed: no padding; no document is cut"),
         ("padded", ["x" * 30, *["y"] * 1000], "1 of 1,001 documents cut, less than 0.1%: longer than a sample"),
     ],
 )
@@ -123,3 +136,34 @@ def test_where_there_is_one_reason_no_number_is_said(write_tokens):
 )
 def test_how_much_of_validation_is_measured_is_said(tmp_path, name, num_batches, said):
     assert describe_held_out(name, read(tmp_path, [["x" * 160]]), num_batches) == [said]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_batches", "said"),
+    [
+        (49, 0, "validation measures 3 samples of 3"),
+        (50, 0, "validation measures 3 samples of 3; 1 token behind the last whole sample left out"),
+        (61, 8, "validation measures 3 samples of 3; 12 tokens behind the last whole sample left out"),
+        (95, 1, "validation measures 4 samples of 5, 1 batch of 2: batches=1"),
+    ],
+)
+def test_tokens_that_fill_no_sample_of_what_is_held_out_are_said(tmp_path, num_tokens, num_batches, said):
+    assert describe_held_out("", read(tmp_path, [["x" * (num_tokens - 1)]]), num_batches) == [said]
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), seq_len=st.integers(2, 12))
+def test_a_packed_document_is_cut_exactly_where_samples_have_some_of_it_and_none_has_all(lengths, seq_len):
+    ends = np.cumsum([0, *lengths])
+    assume(ends[-1] > seq_len)
+    tokens = SimpleNamespace(documents=ends, num_tokens=int(ends[-1]))
+    division = PackedDivision(cast(TokenFile, tokens), seq_len)
+    samples = [range(i * seq_len, i * seq_len + seq_len + 1) for i in range(division.num_samples)]
+    documents = [range(*pair) for pair in itertools.pairwise(ends)]
+    cut = [
+        document
+        for document in documents
+        if any(document[0] in each for each in samples)
+        and not any(document[0] in each and document[-1] in each for each in samples)
+    ]
+    assert division.num_cut == len(cut)
+    assert division.num_left_out == ends[-1] - samples[-1][-1] - 1

@@ -97,7 +97,7 @@ def test_bad_rows_are_left_out_up_to_a_limit_and_counted(tmp_path, files_read):
     assert tokens.tokens.tolist() == [*b"a", 256, *b"b", 256, *b"c", 256]
     assert tokens.num_bad_rows == 4
     assert files_read == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]  # each goes on behind its last good row
-    (line,) = describe_sources([SampledSource(tokens, 2, "it")])
+    line = describe_sources([SampledSource(tokens, 2, "it")])[-1]
     assert line.startswith("note: 4 bad rows of it left out; the first: line 2 of 'a.jsonl': JSONDecodeError: ")
     assert prepare(tmp_path, max_bad_rows=9).folder == tokens.folder
     with pytest.raises(DataError, match=more):
@@ -146,7 +146,7 @@ def test_the_place_of_a_bad_row_stays_true_where_tokens_and_corpus_are_copied_to
     shutil.copytree(home, tmp_path / "away")
     shutil.rmtree(home)
     away = replace(data, source=str(tmp_path / "away" / "corpus"), folder=str(tmp_path / "away" / "tokens"))
-    (line,) = describe_sources([SampledSource(TokenFile.open(prepare_tokens(away)), 2, away.source)])
+    line = describe_sources([SampledSource(TokenFile.open(prepare_tokens(away)), 2, away.source)])[-1]
     assert line.startswith(f"note: 2 bad rows of {away.source} left out; the first: {place}")
     with pytest.raises(DataError, match=rf"^reading '{away.source}' broke at {place}"):
         prepare_tokens(replace(away, max_bad_rows=0))

@@ -81,8 +81,9 @@ def test_whatever_is_new_widens_the_range(changes, kind, low, high):
     assert found.is_foreign == (kind == "new engine")
 
 
-def test_memory_does_not_grow_with_nodes():
-    assert find(nodes=16)["peak_memory"].kind == "known"
+def test_a_peaks_range_is_widened_once_however_many_more_nodes_there_are():
+    few, many = (find(nodes=nodes)["peak_memory"] for nodes in (8, 64))
+    assert few == many and few.kind == "new nodes" and few.high > find()["peak_memory"].high
 
 
 def test_a_range_says_which_rows_it_rests_on():

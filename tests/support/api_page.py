@@ -5,10 +5,12 @@ signatures differently. The stub gives type checkers the names that the package 
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +80,12 @@ EXAMPLES = {
 
 def write_page() -> Iterator[str]:
     """The lines of the page."""
+    told: dict[tuple[type, str], str] = {}
     yield HEAD
     for heading, names in SECTIONS.items():
         yield f"\n## {heading}"
         for name in names:
-            yield from describe(name)
+            yield from describe(name, told)
             yield from write_styles() if name == "Plan" else ()
     yield "\n## Examples\n\n| file | shows |\n|---|---|"
     yield from (f"| `examples/{name}` | {text} |" for name, text in EXAMPLES.items())
@@ -99,31 +102,57 @@ def write_styles() -> Iterator[str]:
     )
 
 
-def describe(name: str) -> Iterator[str]:
-    """A public name: its signature, then its docstring, then the sentence of each field."""
+def describe(name: str, told: dict[tuple[type, str], str]) -> Iterator[str]:
+    """A public name: its signature, then its docstring, then the sentence of each member, inherited ones included.
+
+    `told` has the heading below which the sentence of a member stands already, by the class that defines it: further
+    classes that inherit it name the heading.
+    """
     value = getattr(dtlayout, name)
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    yield f"\n### {name}\n\n```python\n{write_signature(node)}\n```\n"
+    nodes = {each: _parse(each) for each in find_bases(value)}
+    yield f"\n### {name}\n\n```python\n{write_signature(value, nodes)}\n```\n"
     yield from to_markdown(inspect.getdoc(value) or "")
-    if isinstance(node, ast.ClassDef):
-        fields = [*list_fields(node), *list_functions(node)]
-        yield from ([""] if fields else [])
-        for field, text in fields:
-            yield textwrap.fill(f"`{field}`: {text}", 118, initial_indent="- ", subsequent_indent="  ", **WHOLE_WORDS)
+    members = [*list_fields(nodes), *list_functions(nodes)]
+    yield from ([""] if members else [])
+    elsewhere: dict[str, list[str]] = {}
+    for owner, member, text in members:
+        heading = told.setdefault((owner, member), name)
+        if heading == name:
+            yield _write_item(f"`{member}`: {text}")
+        else:
+            elsewhere.setdefault(heading, []).append(f"`{member}`")
+    for heading, names in elsewhere.items():
+        yield _write_item(f"As in [{heading}](#{heading.lower()}): {', '.join(names)}.")
+
+
+def _write_item(text: str) -> str:
+    return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ", **WHOLE_WORDS)
 
 
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
-def write_signature(node: ast.stmt) -> str:
-    """The first line of a class or a function, folded where it is long."""
-    match node:
+def find_bases(value: Any) -> list[Any]:
+    """A class and those of this package that it inherits from, which alone are documented here; a function itself."""
+    if not isinstance(value, type):
+        return [value]
+    return [each for each in value.__mro__ if each.__module__.partition(".")[0] == dtlayout.__name__]
+
+
+def _parse(value: Any) -> ast.stmt:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    return node
+
+
+def write_signature(value: Any, nodes: Mapping[Any, ast.stmt]) -> str:
+    """The first line of a class or a function, folded where it is long; `nodes` has a class and its bases, parsed."""
+    match node := nodes[value]:
         case ast.FunctionDef():
             arguments = [argument for argument in split_arguments(node.args) if argument != "self"]
             end = f") -> {ast.unparse(node.returns)}" if node.returns else ")"
             head = f"def {node.name}("
         case ast.ClassDef():
-            arguments = [f"{name}: {kind}" for name, kind in list_types(node)]
+            arguments = list_arguments(value, nodes)
             head, end = f"class {node.name}(", ")"
             if not arguments:
                 return f"class {node.name}"
@@ -151,31 +180,71 @@ def _write_argument(argument: ast.arg, default: ast.expr | None) -> str:
     return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default is not None else "")
 
 
-def list_types(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Public fields of a dataclass and their types."""
-    for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and not each.target.id.startswith("_"):
-            yield each.target.id, ast.unparse(each.annotation)
+def list_arguments(value: type, nodes: Mapping[Any, ast.stmt]) -> list[str]:
+    """Public fields that a class takes, with type and default, in the order in which it does."""
+    made = {field.name: field for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    found = {}
+    for node in reversed(nodes.values()):
+        for field, _ in _read_fields(node):
+            name, kind = field.target.id, ast.unparse(field.annotation)
+            if not kind.startswith("ClassVar") and (name not in made or made[name].init):
+                found[name] = f"{name}: {kind}{_write_default(field.value, made.get(name))}"
+    named = [text for name, text in found.items() if name in made and made[name].kw_only]
+    return [*(text for text in found.values() if text not in named), *(["*", *named] if named else [])]
 
 
-def list_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Public fields of a class, and the sentence below each of them."""
-    public = {name for name, _ in list_types(node)}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                if name in public:
-                    yield name, " ".join(text.split())
+def _write_default(written: ast.expr | None, made: "dataclasses.Field[Any] | None") -> str:
+    """Default of a field as a signature would have it: where a call makes the field, what comes of it."""
+    if not isinstance(written, ast.Call) or made is None:
+        return f" = {ast.unparse(written)}" if written else ""
+    if made.default is not dataclasses.MISSING:
+        return f" = {made.default!r}"
+    factory = [each.value for each in written.keywords if each.arg == "default_factory"]
+    return "".join(
+        f" = {ast.unparse(each.body) if isinstance(each, ast.Lambda) else f'{ast.unparse(each)}()'}" for each in factory
+    )
 
 
-def list_functions(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Public properties and methods of a class with a docstring, and the first sentence of that."""
-    for each in node.body:
-        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_") and (text := ast.get_docstring(each)):
-            decorators = {ast.unparse(decorator) for decorator in each.decorator_list}
-            is_value = decorators & {"property", "cached_property"}
-            sentence = " ".join(text.split("\n\n")[0].split())
-            yield each.name if is_value else f"{each.name}()", sentence
+def list_fields(nodes: Mapping[Any, ast.stmt]) -> list[tuple[Any, str, str]]:
+    """Public fields of a class and its bases: the class that has the sentence below it, the name, the sentence."""
+    found = {
+        field.target.id: (owner, field.target.id, text)
+        for owner, node in reversed(nodes.items())
+        for field, text in _read_fields(node)
+        if text
+    }
+    return [*found.values()]
+
+
+def _read_fields(node: ast.stmt) -> Iterator[tuple[Any, str]]:
+    """Public fields in the body of a class, each with the text below it."""
+    body = node.body if isinstance(node, ast.ClassDef) else []
+    for field, below in zip_longest(body, body[1:]):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        match below:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                sentence = " ".join(text.split())
+            case _:
+                sentence = ""
+        if not field.target.id.startswith("_"):
+            yield field, sentence
+
+
+def list_functions(nodes: Mapping[Any, ast.stmt]) -> list[tuple[Any, str, str]]:
+    """Public properties and methods of a class and its bases: their class, the name, the first sentence."""
+    found: dict[str, tuple[Any, str, str]] = {}
+    for owner, node in nodes.items():
+        for each in node.body if isinstance(node, ast.ClassDef) else []:
+            if (
+                isinstance(each, ast.FunctionDef)
+                and not each.name.startswith("_")
+                and (text := ast.get_docstring(each))
+            ):
+                decorators = {ast.unparse(decorator) for decorator in each.decorator_list}
+                name = each.name if decorators & {"property", "cached_property"} else f"{each.name}()"
+                found.setdefault(name, (owner, name, " ".join(text.split("\n\n")[0].split())))
+    return [*found.values()]
 
 
 def to_markdown(text: str) -> Iterator[str]:

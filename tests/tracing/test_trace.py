@@ -347,7 +347,7 @@ def test_a_module_of_ones_own_shows_its_blocks_and_what_is_not_split_and_so_does
     assert first == f"own: {total:,} parameters, 3 blocks of 1 kind" and last == f"read from {file}"
     attention = next(line for line in lines if line.startswith("  attention "))
     assert "4 heads, 4 of keys and values, 8 wide" in attention
-    assert "not trained: it is a module of one's own, which train.py does not build" in lines
+    assert "not trained: it is a module of one's own, which dtlayout train does not build" in lines
     flops = count_model_flops_per_token(shape, 4096) / 1e9
     assert repr(found).splitlines()[:2] == [
         first,
