@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
     take = sampling.make()
 
     def answer(prompt: list[int], max_tokens: int) -> Iterator[str]:
+        prompt = prompt or [tokenizer.end_of_document]  # after which a document begins
         _refuse_beyond(prompt, vocab_size)
         return stream_text(generate(model, prompt, max_tokens, take, ends=ends), tokenizer.decode, prompt)
 
@@ -182,8 +183,7 @@ def _write_prompt(
     DataError if the chat template refuses the question, or in a conversation each one.
     """
     if conversation is None:
-        ids = [*tokenizer.begin, *tokenizer.encode_batch([options.prompt or ""])[0].tolist()]
-        return ids or [tokenizer.end_of_document]  # after which a document begins
+        return [*tokenizer.begin, *tokenizer.encode_batch([options.prompt or ""])[0].tolist()]
     if options.prompt is not None:
         return conversation.ask(options.prompt)
     conversation.check()

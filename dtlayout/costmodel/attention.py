@@ -14,8 +14,8 @@ from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.recompute import Kept
 
-_READ_AT_ONCE = 16
-"""Bytes of a row that tensor cores read at once."""
+_ALIGNMENT = 16
+"""Bytes: a head's row that is no multiple of it is not aligned for tensor cores."""
 _MASKED = "sdpa-efficient"
 """The kernel that PyTorch takes where attention has a mask of its own."""
 
@@ -38,7 +38,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
         return forward_s, 2.5 * forward_s
     fill = constants.matmul_fill
     lengthened = (1 + fill / model.head_width) * (1 + fill / seq_len) ** 2
-    is_odd = model.head_width * activation_size(scenario) % _READ_AT_ONCE > 0 and not scenario.is_on_host
+    is_odd = model.head_width * activation_size(scenario) % _ALIGNMENT > 0 and not scenario.is_on_host
     efficiency = constants.matmul_efficiency * (constants.odd_scores_share if is_odd else 1.0)
     matmuls = flops * lengthened / (peak * efficiency)
     moved_s, moved_again_s = score_traffic_s(scenario, layout, kernels)

@@ -86,7 +86,7 @@ class BlockTime(NamedTuple):
 
     @property
     def weight_s(self) -> float:
-        """The gradients of weights, a part of backward: as long as forward's matmuls whose weights are trained."""
+        """Time of weights' gradients, a part of backward: that of forward's matmuls with trained weights."""
         return self.forward_s - self.attention_s - self.elementwise_s - self.frozen_s
 
     @property
@@ -434,7 +434,7 @@ def count_more_starts(model: ModelShape) -> float:
 
 @lru_cache(maxsize=256)
 def weight_starts_share(model: ModelShape) -> float:
-    """Fraction of the kernels of a block that compute weights' gradients, forward and backward together."""
+    """Kernels that compute weights' gradients, as a fraction of all that the host starts for a block."""
     number, of_weights = _count_starts(model)
     return of_weights / number
 

@@ -40,8 +40,8 @@ class Constants:
     flash1_efficiency: float = _constant(0.28, 0.1, 0.7, "share")
     """Share of the peak that the first FlashAttention achieves, without the masked half."""
     odd_scores_share: float = _constant(1.0, 0.02, 1.0, "share")
-    """Share of a matmul's speed that products of attention with each score in memory keep where a head's row is no
-    multiple of 16 bytes, which tensor cores read at once."""
+    """Share of a matmul's speed that unfused attention keeps where the bytes of a head's row (width times bytes of a
+    number) are no multiple of 16: old libraries then take no tensor cores."""
     memory_efficiency: float = _constant(0.85, 0.5, 1.0, "share")
     """Share of the memory's bandwidth that elementwise kernels achieve."""
     softmax_traffic_bytes: float = _constant(18.0, 4.0, 60.0, "byte/score")

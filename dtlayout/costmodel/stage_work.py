@@ -1,13 +1,15 @@
 """Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages.
 
 [Note: the pace of the host]
-A GPU type has a host that works ahead, so a microbatch takes max(GPU, host). Forward and backward share that. Each
-hides messages of data parallelism behind itself, and not the same ones. So a slower GPU may lengthen neither of them at
-the other's cost: more would be hidden behind the longer one, and the step would be shorter. The longer of GPU and host
-sets the pace of both. Where that is the host, forward and backward take what the host needs for each. Where it is the
-GPU, they take what the GPU needs. But a direction in which the host needs longer takes that long, and the other one
-takes the rest, for in it the host gets as far ahead. Of backward, a schedule may put off the gradients of weights. They
-and the rest share its time in the same way.
+The host of a GPU works ahead, so a microbatch takes max(GPU, host) seconds. This is split into forward and backward:
+
+- The host needs longer in all: each direction takes the host's time.
+- The GPU needs longer in all: each takes the GPU's time. But a direction in which the host needs longer takes the
+  host's time, and the other one gets what is left.
+
+So neither becomes shorter on a slower GPU. A plain ratio would move time from one to the other; since each hides other
+messages of data parallelism, more could be hidden, and the slower GPU would have the shorter step. Gradients of
+weights, which a schedule may put off, and the rest of backward share its time by the same rule.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -74,7 +76,7 @@ class BlocksWork:
         self.block_host_s = host_s(scenario, layout, kernels)
         """Least time that the host needs for a block, forward and backward; `split_host_s` says how much for each."""
         self.block_host_weight_s = weight_starts_share(self.model) * self.block_host_s
-        """The part of it for gradients of weights."""
+        """Part of `block_host_s` for the gradients of weights."""
         self._routes_again = not recompute.is_selective
         self._copies = [
             kept_copy_s(of_kind, layout, kernels) if layout.offloads_activations else (0.0, 0.0)
@@ -116,18 +118,19 @@ class BlocksWork:
         forward_s, backward_s = blocks.forward_s, blocks.backward_s
         forward_tp_s, backward_tp_s = blocks.forward_tp_s, blocks.backward_tp_s + again_tp_s
         host_forward_s, host_backward_s = self._host_s(stage, len(differentiated))
+        wait_forward_s, wait_backward_s = host_forward_s, host_backward_s
         if not self.scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
             gpu_s = forward_s + forward_tp_s, backward_s + backward_tp_s + recompute_s
+            wait_forward_s, wait_backward_s = wait_for_host(gpu_s, (host_forward_s, host_backward_s))
             host_weight_s = len(differentiated) * self.block_host_weight_s
-            host_input_s = host_backward_s - host_weight_s
-            host_forward_s, host_backward_s = wait_for_host(gpu_s, (host_forward_s, host_backward_s))
-            weight_s = min(max(weight_s, host_weight_s), gpu_s[1] + host_backward_s - host_input_s)
-        waited_s, again = blocks.routing_wait_s / 3, self._routes_again * stage.num_recomputed / num_blocks
-        host_forward_s, host_backward_s = host_forward_s + waited_s, host_backward_s + (2 + again) * waited_s
+            host_rest_s = host_backward_s - host_weight_s
+            weight_s = min(max(weight_s, host_weight_s), gpu_s[1] + wait_backward_s - host_rest_s)
+        routing_s, again = blocks.routing_wait_s / 3, self._routes_again * stage.num_recomputed / num_blocks
+        wait_forward_s, wait_backward_s = wait_forward_s + routing_s, wait_backward_s + (2 + again) * routing_s
         if copying_s:
-            host_forward_s += exposed_s(self.scenario, copying_s, forward_s + forward_tp_s + host_forward_s)
-            gpu_backward_s = backward_s + backward_tp_s + recompute_s + host_backward_s
-            host_backward_s += exposed_s(self.scenario, copying_s, gpu_backward_s)
+            wait_forward_s += exposed_s(self.scenario, copying_s, forward_s + forward_tp_s + wait_forward_s)
+            whole_backward_s = backward_s + backward_tp_s + recompute_s + wait_backward_s
+            wait_backward_s += exposed_s(self.scenario, copying_s, whole_backward_s)
         send_forward_s = 0.0 if stage.head else self._sending_s
         send_backward_s = 0.0 if stage.embedding else self._sending_s
         return StageWork(
@@ -135,18 +138,19 @@ class BlocksWork:
             recompute_s=recompute_s,
             tp_s=forward_tp_s + backward_tp_s,
             pp_s=send_forward_s + send_backward_s,
-            host_s=host_forward_s + host_backward_s,
-            forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
-            backward_s=backward_s + backward_tp_s + recompute_s + host_backward_s + send_backward_s,
+            host_s=wait_forward_s + wait_backward_s,
+            forward_s=forward_s + forward_tp_s + wait_forward_s + send_forward_s,
+            backward_s=backward_s + backward_tp_s + recompute_s + wait_backward_s + send_backward_s,
             weight_s=weight_s,
             unpaired_s=blocks.hidden_ep_s,
         )
 
     def _host_s(self, stage: StageClass, num_differentiated: int) -> tuple[float, float]:
-        """The host's time for one microbatch on a stage, forward and backward, which so many of its blocks have.
+        """The host's time for forward and for backward of one microbatch on a stage.
 
-        Backward does some operations again. On a GPU only blocks count: the head's long kernels leave the host time
-        enough.
+        Of its blocks `num_differentiated` have a backward.
+        Recomputed blocks add to backward's. On a GPU only blocks count: the head's kernels are so long that the host
+        keeps ahead.
         """
         both_s, messages_s = stage.num_layers * self.block_host_s, 0.0
         if self.scenario.is_on_host:
@@ -188,7 +192,7 @@ class LayoutWork:
 
 
 def split_host_s(both_s: float) -> tuple[float, float]:
-    """The host's time for forward and for backward, which has twice the operations."""
+    """Forward's and backward's part of the host's time for both; backward starts twice as many kernels."""
     return both_s / 3, both_s * 2 / 3
 
 

@@ -170,11 +170,10 @@ def open_joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup
 
 
 def _open_named_group(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group that its ranks open together, and no others; there is one for a purpose and ranks.
+    """Open a group on its own ranks alone, with a name made of `purpose` and the ranks.
 
-    torch's own way, `new_group(use_local_synchronization=True)`, names it by the number of groups that a rank is in.
-    Ranks that are in more groups than others, as those that a timeline records, would look for it under another name,
-    and all would wait for ever.
+    torch's `new_group(use_local_synchronization=True)` counts this rank's groups to name it. Ranks with other counts,
+    as where a timeline opened a group on some, would wait for ever for each other.
     """
     default, own = _get_default_group(), dist.get_rank()
     backend, store = _world.pg_map[default]

@@ -30,8 +30,8 @@ class KernelCost(NamedTuple):
     spent: tuple[float, ...]
     """Seconds and bytes, in an order that both sides share."""
     waits_s: float = 0.0
-    """Seconds that the host needs longer than the GPU in a block's forward, in its gradients of weights and in the rest
-    of its backward, each by itself; only kernels that never wait can dominate, and a wait in one changes the others."""
+    """Seconds that the host needs longer than the GPU, summed over a block's forward, its weights' gradients and the
+    rest of its backward. A kernel with any cannot dominate: a wait in one part shortens or lengthens the others."""
 
 
 class KernelChoices:
@@ -90,9 +90,14 @@ class KernelChoices:
         blocks = self.estimator.layout_work(part, kernels).blocks
         block, recompute_s = blocks.kinds[0]
         forward_s, backward_s = block.forward_s + block.forward_tp_s, block.backward_s + block.backward_tp_s
-        (host_forward_s, host_backward_s), host_weight_s = split_host_s(blocks.block_host_s), blocks.block_host_weight_s
-        waits_s = max(0.0, host_forward_s - block.forward_s) + max(0.0, host_weight_s - block.weight_s)
-        waits_s += max(0.0, host_backward_s - host_weight_s - (block.backward_s - block.weight_s))
+        host_forward_s, host_backward_s = split_host_s(blocks.block_host_s)
+        host_weight_s = blocks.block_host_weight_s
+        pairs = (  # the host's seconds and the GPU's
+            (host_forward_s, block.forward_s),
+            (host_weight_s, block.weight_s),
+            (host_backward_s - host_weight_s, block.backward_s - block.weight_s),
+        )
+        waits_s = sum(max(0.0, of_host - of_gpu) for of_host, of_gpu in pairs)
         return KernelCost((forward_s, backward_s, sum(recompute_s), *self.peaks.block_bytes(part, kernels)), waits_s)
 
     def _find_head_cost(self, part: StageLayout, kernels: Kernels) -> KernelCost:

@@ -56,7 +56,7 @@ class Conversation:
     def _write(self, messages: list[ChatMessage]) -> list[int]:
         text = self._template.render(messages, asks=True)
         prompt: list[int] = self._tokenizer.encode_chats([text])[0][0].tolist()
-        return prompt or [self._tokenizer.end_of_document]  # after which a document begins
+        return prompt
 
 
 def share_prompts(prompts: Iterable[list[int]]) -> Iterator[list[int]]:
