@@ -40,6 +40,7 @@ def test_sentences_of_an_answer_are_folded_and_no_word_is_lost(monkeypatch, caps
 
 def test_a_note_of_train_is_folded_before_ranks_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("RANK", raising=False)  # of a test before, in this process
     monkeypatch.setattr("dtlayout.commands.train.run_ranks", lambda *_: 0)
     monkeypatch.setattr("dtlayout.data.check._SMALL_BYTES", 1)
     assert main(["train", str(write_tiny(tmp_path).config), "--ranks", "2"]) == 0

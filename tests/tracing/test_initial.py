@@ -28,6 +28,7 @@ def make_weights(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Initial weights by family's names: those that the family's own model has, and ours."""
     kind, keys = TOYS[name]
     config = make_config(kind, **keys | {"pad_token_id": PADDING})
+    torch.manual_seed(0)  # of a million drawn weights one may be 0
     theirs = {key: each.detach() for key, each in AutoModelForCausalLM.from_config(config).named_parameters()}
     rules, parts = read_rules(config), find_parts(build_model(config, torch.float32))
     ours = {key: torch.empty_like(each) for key, each in theirs.items()}
