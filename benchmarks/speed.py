@@ -231,8 +231,10 @@ def time_around(num_steps: int) -> float:
     """Share of a run's loop on one rank that is not in its steps: batches, learning rate, metrics, the line printed."""
     with tempfile.TemporaryDirectory() as folder:
         profile = str(Path(folder, "profile"))
-        alone = [*debug_run(folder, num_steps), "--layout.pp=1", "--layout.tp=1"]
-        execute([sys.executable, "-m", "cProfile", "-o", profile, *alone], num_threads=1)
+        _, *alone = [*debug_run(folder, num_steps), "--layout.pp=1", "--layout.tp=1"]
+        # train.py leaves without an exit of Python's, at which a profile would be written.
+        profiled = "import cProfile, sys, dtlayout.launch as run; cProfile.run('run.main(sys.argv[2:])', sys.argv[1])"
+        execute([sys.executable, "-c", profiled, profile, *alone], num_threads=1)
         seconds = {(Path(file).name, name): found[3] for (file, _, name), found in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
         in_steps = seconds["step.py", "launch"] + seconds["step.py", "wait"]
         return 1 - in_steps / seconds["run.py", "run_steps"]
