@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from dtlayout.base.terminal import clean, find_width
@@ -158,19 +158,25 @@ def wrap(start: str, words: Sequence[str], width: int | None = None) -> list[str
     return [*lines, line.rstrip()]
 
 
-def fold(line: str, width: int, column: int | None = None) -> list[str]:
-    """A line in pieces of up to `width` letters, broken between words; pieces after the first are indented.
+def fold(line: str, width: int | None = None, column: int | None = None) -> list[str]:
+    """A line in pieces of up to `width` letters, by default the terminal's; pieces after the first are indented.
 
-    They begin at `column`, such as that of a value behind its name; by default four letters further than the line. A
-    word that is longer stays whole.
+    They break between words, and begin at `column`, such as that of a value behind its name; by default four letters
+    further than the line. A word that is longer stays whole.
 
     >>> fold("  one two three", 11)
     ['  one two', '      three']
     """
+    width = width or find_width()
     if len(line) <= width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 4 if column is None else column)
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def fold_notes(notes: Iterable[str]) -> list[str]:
+    """Notes as lines, folded at the width of the terminal."""
+    return [line for note in notes for line in fold(f"note: {note}")]
 
 
 def find_version(package: str, otherwise: str = "a checkout") -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
-from dtlayout.base.formatting import fold, plural, shorten
-from dtlayout.base.terminal import find_width
+from dtlayout.base.formatting import fold_notes, plural, shorten
 from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus, list_gpus_called
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def show(options: argparse.Namespace, document: D, describe: Callable[[D], Itera
 
 def print_note(text: str) -> None:
     """Print a note on stderr, beside the answer, folded at the width of the terminal."""
-    print("\n".join(fold(f"note: {text}", find_width())), file=sys.stderr, flush=True)
+    print("\n".join(fold_notes([text])), file=sys.stderr, flush=True)
 
 
 class CommandAnswer(NamedTuple):

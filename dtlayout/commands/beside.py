@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from dtlayout.base.formatting import align, fold, format_bytes
-from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import MODELS, JsonDocument
 from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.models.files import find_model
@@ -41,7 +40,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     peak, capacity = format_bytes(found["peak_bytes"]), format_bytes(found["capacity_bytes"])
     fits = "fits" if found["fits"] else "does not fit"
     with_them = f"with them: {peak} of {capacity}, {fits}; a step of at least {found['step_time_s']:.3f} s"
-    yield from fold(with_them, find_width())
+    yield from fold(with_them)
 
 
 BESIDE = SideQuestion(_add, _answer, _describe)

@@ -7,7 +7,6 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import fold, format_bytes, wrap
-from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.case import Case
 from dtlayout.commands.side_question import Asked, SideQuestion
@@ -89,7 +88,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
 def _describe_change(place: str, change: JsonDocument) -> Iterator[str]:
     gain = f"{abs(change['faster']):.1%} {'faster' if change['faster'] > 0 else 'slower'}"
     what = f"{place:>4}  {change['layout']}, {gain}, {format_bytes(change['peak_memory_bytes'])}"
-    yield from fold(what, find_width(), 6)
+    yield from fold(what, column=6)
     yield from wrap("      ", change["change"] or ["nothing to change"])
 
 

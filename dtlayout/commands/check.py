@@ -5,8 +5,7 @@ from dataclasses import asdict, replace
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.files import expand
-from dtlayout.base.formatting import fold, join_alike, plural
-from dtlayout.base.terminal import find_width
+from dtlayout.base.formatting import fold, fold_notes, join_alike, plural
 from dtlayout.checkpoint.manifest import describe_other_start, find_checkpoint
 from dtlayout.commands.arguments import (
     add_config,
@@ -112,9 +111,8 @@ def run(options: argparse.Namespace) -> int:
         *(("kernels", line) for line in said),
         *proof,
     ]
-    width = find_width()
-    lines = [line for name, value in facts for line in fold(f"{name:<14}{value}", width, 14)]
-    lines += [line for note in notes for line in fold(f"note: {note}", width)]
+    lines = [line for name, value in facts for line in fold(f"{name:<14}{value}", column=14)]
+    lines += fold_notes(notes)
     if options.plan:
         lines.append(f"\n{make_plan(config.model, layout, chosen.kernels, config.precision)}")
     kernels = asdict(chosen.kernels if is_known else config.kernels)

@@ -5,14 +5,13 @@ few bits (`commands.quantize_options`).
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.base.errors import CheckpointError
-from dtlayout.base.formatting import fold
-from dtlayout.base.terminal import find_width
+from dtlayout.base.formatting import fold_notes
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.commands.arguments import show
 from dtlayout.commands.quantize_options import QUANTIZE_OPTIONS, add_quantize_arguments, describe_losses, quantize
@@ -91,11 +90,7 @@ def _import(options: argparse.Namespace) -> int:
     text = f"{options.source}: {num_bytes / 1e6:,.1f} MB in {checkpoint}; start with train.run_folder={options.folder}"
     notes = describe_new_rows(str(options.source), read_model(checkpoint), "mean")
     document |= {"notes": notes} if notes else {}
-    return show(options, document, lambda _: [text, *_fold_notes(notes)], indent=None)
-
-
-def _fold_notes(notes: Iterable[str]) -> list[str]:
-    return [line for note in notes for line in fold(f"note: {note}", find_width())]
+    return show(options, document, lambda _: [text, *fold_notes(notes)], indent=None)
 
 
 def _refuse_given(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -188,5 +183,5 @@ def _show_export(
     document |= {"notes": list(notes)} if notes else {}
     document |= {"validation": losses} if losses else {}
     text = f"{source}: {num_bytes / 1e6:,.1f} MB of {number_format} in {options.folder}: {', '.join(files)}"
-    lines = [text, *describe_losses(losses), *_fold_notes(notes)]
+    lines = [text, *describe_losses(losses), *fold_notes(notes)]
     return show(options, document, lambda _: lines, indent=None)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from dtlayout.base.errors import DataError, InvalidConfig
 from dtlayout.base.files import expand
-from dtlayout.base.formatting import fold, plural
-from dtlayout.base.terminal import find_width
+from dtlayout.base.formatting import fold_notes, plural
 from dtlayout.commands.arguments import CommandAnswer, JsonDocument, show_answer
 from dtlayout.config.config import Config
 from dtlayout.config.loading import describe_kept_tokenizer, load_config, load_plan
@@ -118,8 +117,7 @@ def _find_sample(options: argparse.Namespace) -> CommandAnswer:
                 yield "sizes of whole sources are not known yet, and are the weights: it may be of another source"
         if shown.why_untaught:
             yield f"nothing is learnt from this sample: {shown.why_untaught}"
-        for line in notes:
-            yield from fold(f"note: {line}", find_width())
+        yield from fold_notes(notes)
         for i, text in enumerate(shown.mark()):
             yield f"--- document {i}"
             yield text

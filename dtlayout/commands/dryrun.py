@@ -11,8 +11,8 @@ from rich.progress import Progress
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import check_page
-from dtlayout.base.formatting import align, fold
-from dtlayout.base.terminal import find_width, open_console
+from dtlayout.base.formatting import align, fold, fold_notes
+from dtlayout.base.terminal import open_console
 from dtlayout.commands.arguments import JsonDocument, add_config, add_gpu, add_world, choose_gpu, choose_world, show
 from dtlayout.commands.case import add_given, find_other, read_as_ours
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
@@ -130,8 +130,7 @@ def _list_settings(run: Run) -> dict[str, Any]:
 
 def describe(document: JsonDocument) -> Iterator[str]:
     """The lines of a dry run: notes, then the tables of each rank, and those of the step."""
-    for line in (document["_title"], *(f"note: {note}" for note in document["notes"])):
-        yield from fold(line, find_width())
+    yield from (*fold(document["_title"]), *fold_notes(document["notes"]))
     compares = document["_compares"]
     for rank in document["ranks"]:
         yield from ("", describe_place(document, rank))

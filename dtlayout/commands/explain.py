@@ -7,7 +7,6 @@ from math import isinf
 from typing import TypeVar
 
 from dtlayout.base.formatting import align, choose_unit, fold, format_bytes, plural, three_digits
-from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import CommandAnswer, add_config, show_answer
 from dtlayout.commands.beside import BESIDE
 from dtlayout.commands.case import add_machines, find_other, read_case
@@ -80,7 +79,7 @@ def answer(options: argparse.Namespace) -> CommandAnswer:
 
 def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
     """Lines on a layout: does it fit, how fast it is, memory and time by component, and what would help."""
-    now, width = explanation.estimate, find_width()
+    now = explanation.estimate
     gpu, engine = scenario.cluster.gpu, scenario.engine
     peak, capacity = format_bytes(now.peak_bytes), format_bytes(now.capacity_bytes)
     state = "calibrated" if engine.is_calibrated else "uncalibrated"
@@ -114,11 +113,11 @@ def describe_layout(scenario: Scenario, explanation: Explanation) -> list[str]:
         *_describe_reserved(explanation),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
-    changes += [line for hint in _hint_at_disk(scenario, explanation) for line in fold(hint, width)]
+    changes += [line for hint in _hint_at_disk(scenario, explanation) for line in fold(hint)]
     assumed = describe_assumptions(engine.name, to_assumptions(scenario))
     time += _format_messages(explanation)
     tables = [*memory, "", *time, "", *changes, *_format_fine_tuning(explanation)]
-    return [*(line for fact in align(facts, ("<12", "<")) for line in fold(fact, width, 14)), *assumed, "", *tables]
+    return [*(line for fact in align(facts, ("<12", "<")) for line in fold(fact, column=14)), *assumed, "", *tables]
 
 
 def describe_limit(explanation: Explanation) -> str:
@@ -231,7 +230,7 @@ def _format_messages(explanation: Explanation) -> list[str]:
          *[f"{each.sending_s:.4f}", f"{each.waited_s:.4f}"] * now.knows_time, f"{each.hidden_share:.0%}"]
         for each in messages
     ]  # fmt: skip
-    return ["", *align([head, *rows]), *fold(LINKS, find_width())]
+    return ["", *align([head, *rows]), *fold(LINKS)]
 
 
 def _format_changes(explanation: Explanation) -> list[str]:
@@ -239,7 +238,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
     if explanation.changes:
         rows = align([["change", "step, s", "", "peak"], *(_row(c, now) for c in explanation.changes)])
         notes = {" ".join(c.overrides): MEANING for c in explanation.changes if c.knob == STATE_FORMAT}
-        return [*rows, *(line for item in notes.items() for line in fold(" ".join(item), find_width()))]
+        return [*rows, *(line for item in notes.items() for line in fold(" ".join(item)))]
     if now.fits:
         return ["no single change is predicted to be faster"]
     if explanation.limit.kind == "host memory":
@@ -249,7 +248,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
     lines = [f"no single change fits; the largest component is {component}, {size}"]
     if growth is None:
         lines.append("no number of GPUs that was tried fits either; take a smaller micro-batch, sequence or model")
-        return [piece for line in lines for piece in fold(line, find_width())]
+        return [piece for line in lines for piece in fold(line)]
     text = f"{plural(growth.estimate.layout.world_size, 'GPU')} would do, as {growth.estimate.layout}:"
     return [*lines, text, *align([["change", "step, s", "", "peak"], _row(growth, now)])]
 

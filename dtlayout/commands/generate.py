@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _is_first() -> bool:
-    """Whether this rank prints, and reads stdin."""
+    """True on the rank that prints and reads stdin."""
     return os.environ.get("RANK", "0") == "0"
 
 

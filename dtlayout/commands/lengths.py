@@ -11,7 +11,6 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align, fold, format_bytes, plural, three_digits
-from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.planner.lengths import weigh_lengths
@@ -108,8 +107,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     yield ""
     yield from fold(
         f"lengths: {plural(found['samples'], 'sample')}, mean {found['mean']:.0f}, median {found['median']}, "
-        f"longest {found['longest']} tokens{cut}",
-        find_width(),
+        f"longest {found['longest']} tokens{cut}"
     )
     rows = [["samples are", "tokens of a sequence", "their own", "step, s", "their own tokens/s/GPU"]]
     rows += [
@@ -120,7 +118,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     yield from align(rows)
     fits = "fits" if found["fits"] else "does not fit"
     longest = f"a micro-batch with the longest, uncut: {format_bytes(found['longest_peak_bytes'])}, {fits}"
-    yield from fold(longest, find_width())
+    yield from fold(longest)
 
 
 LENGTHS = SideQuestion(_add, _answer, _describe)

@@ -9,7 +9,6 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align, fold, plural, three_digits
-from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.side_question import Asked, SideQuestion
 from dtlayout.planner.measured import FULL, judge, parse_measured
@@ -70,12 +69,11 @@ def _describe(document: JsonDocument) -> Iterator[str]:
         "inside": "inside the range", "slower": "slower than the range", "faster": "faster than the range",
     }[found["place"]]  # fmt: skip
     yield ""
-    width = find_width()
-    yield from fold(f"measured: {speed}, {found['source']}", width)
-    yield from fold(f"  The step is {than}, {where}: {low_s:.3f} to {high_s:.3f} s for {found['basis']}.", width)
+    yield from fold(f"measured: {speed}, {found['source']}")
+    yield from fold(f"  The step is {than}, {where}: {low_s:.3f} to {high_s:.3f} s for {found['basis']}.")
     if found["place"] == "faster":
         beyond = "No GPU computes so much. " if (found["mfu"] or 0) > 1 else ""
-        yield from fold(f"  {beyond}See whether both count the same GPUs, and the same tokens and FLOPs.", width)
+        yield from fold(f"  {beyond}See whether both count the same GPUs, and the same tokens and FLOPs.")
     if not found["causes"]:
         return
     yield f"  It loses {found['lost_s']:.3f} s. One of these alone would explain it:"
@@ -91,7 +89,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     yield from align(rows, ("<", "<", "<"))
     none = [each["meaning"].split(",")[0] for each in found["causes"] if each["factor"] is None]
     if none:
-        yield from fold(f"  None of these alone, however slow: {'; '.join(none)}.", width)
+        yield from fold(f"  None of these alone, however slow: {'; '.join(none)}.")
 
 
 MEASURED = SideQuestion(_add, _answer, _describe)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.base.formatting import align, fold
-from dtlayout.base.terminal import find_width
+from dtlayout.base.formatting import align, fold, fold_notes
 from dtlayout.commands.arguments import JsonDocument, show
 
 EXAMPLE = "dtlayout plot runs/debug runs/zero3 --page plot.html --png plots"
@@ -44,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
 
 def _describe(document: JsonDocument) -> Iterator[str]:
     yield from align(document["_rows"])
-    for line in (*(f"note: {note}" for note in document["notes"]), f"wrote {', '.join(document['files'])}"):
-        yield from fold(line, find_width())
+    yield from fold_notes(document["notes"])
+    yield from fold(f"wrote {', '.join(document['files'])}")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import fold, three_digits
-from dtlayout.base.terminal import find_width
 from dtlayout.commands.arguments import CommandAnswer, JsonDocument, show_answer
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
@@ -90,8 +89,7 @@ def answer(options: argparse.Namespace) -> CommandAnswer:
 
 def _describe(document: JsonDocument) -> Iterator[str]:
     """The pictures of the timelines, slow stages, and the files that were written."""
-    width = find_width()
-    yield from (*fold(document["_title"], width), "")
+    yield from (*fold(document["_title"]), "")
     timelines = document["_timelines"]
     scales = find_scales(timelines)
     for name, timeline in timelines.items():
@@ -99,7 +97,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
         column = f"{three_digits(column_s)} s" if column_s >= 1 else f"{column_s * 1e3:.3g} ms"
         if not timeline.knows_time:
             column = f"{column_s:.2%} of it ({NO_TIME})"
-        yield from fold(f"{name}: {timeline.describe()}; a column is {column}", width)
+        yield from fold(f"{name}: {timeline.describe()}; a column is {column}")
         rows = zip(draw(timeline, document["_placement"], column_s), timeline.waits_s, strict=True)
         drawn = [f"rank {i:<3} {row}  {waits / timeline.total_s:5.1%}" for i, (row, waits) in enumerate(rows)]
         transfers = [f"         {row}" for row in draw_transfers(timeline, column_s)]
@@ -109,7 +107,7 @@ def _describe(document: JsonDocument) -> Iterator[str]:
     below.append(_LETTERS + _TRANSFERS * (MEASURED in document))
     below += [f"written: {path}" for path in document["_written"]]
     for line in below:
-        yield from fold(line, width)
+        yield from fold(line)
 
 
 def _read_run(options: argparse.Namespace) -> tuple[Case, int, Timeline]:

@@ -209,9 +209,8 @@ class Estimator:
         if self.scenario.is_on_host or engine.features.sharding != "fsdp2":
             return None
         features = replace(engine.features, reports_reserved=True)
-        scenario = replace(self.scenario, engine=replace(engine, features=features))
-        find = rank_estimator(scenario, layout, kernels, self.stages(layout))
-        return round(max(find(rank).total for rank in range(layout.pp)))
+        reporting = Estimator(replace(self.scenario, engine=replace(engine, features=features)))
+        return round(reporting.memory(layout, kernels).peak_bytes)
 
     def host_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, ...]:
         """The most that each pipeline rank has in its host's memory; empty without offload."""

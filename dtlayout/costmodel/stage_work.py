@@ -148,9 +148,8 @@ class BlocksWork:
     def _host_s(self, stage: StageClass, num_differentiated: int) -> tuple[float, float]:
         """The host's time for forward and for backward of one microbatch on a stage.
 
-        Of its blocks `num_differentiated` have a backward.
-        Recomputed blocks add to backward's. On a GPU only blocks count: the head's kernels are so long that the host
-        keeps ahead.
+        Of its blocks `num_differentiated` have a backward, which is longer where they are recomputed. On a GPU only
+        blocks count: the head's kernels are so long that the host keeps ahead.
         """
         both_s, messages_s = stage.num_layers * self.block_host_s, 0.0
         if self.scenario.is_on_host:

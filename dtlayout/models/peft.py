@@ -53,7 +53,7 @@ def is_peft(folder: Path) -> bool:
 
 
 def is_hf_folder(source: Path) -> bool:
-    """Whether `source` is a Hugging Face folder, or a PEFT folder, rather than a run or a checkpoint."""
+    """True for a Hugging Face folder and a PEFT folder, False for a run and a checkpoint."""
     return is_peft(source) or os.path.isfile(source / CONFIG)
 
 

@@ -349,7 +349,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def has_done_all(summary: Mapping[str, Any], train: TrainConfig) -> bool:
-    """Whether a run folder's summary says that the run has the length which is asked for."""
+    """True if a run folder's summary says that the run has the length that is asked for."""
     if summary.get("outcome") != "done":
         return False
     if train.epochs:

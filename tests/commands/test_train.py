@@ -58,6 +58,22 @@ def test_one_rank_is_this_process_and_a_whole_layout_says_the_ranks(files, monke
     assert started[1][-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=1"]
 
 
+def interrupt_at(beginning: str, files: TinyFiles, environment: dict[str, str]) -> list[str]:
+    """Lines of two ranks' training that gets a Ctrl-C at each line with this beginning, and ends as stopped."""
+    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith(beginning):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 3, lines
+    return lines
+
+
 WAITS_AT = """
 import os, sys, threading
 at = os.environ["WAITS_AT"]
@@ -83,17 +99,7 @@ def test_the_first_line_comes_before_the_slow_checks_and_ctrl_c_there_ends_as_be
 ):
     (tmp_path / "sitecustomize.py").write_text(WAITS_AT)
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "WAITS_AT": at}
-    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout
-    lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        if line == "waiting\n":
-            process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 3, lines
+    lines = interrupt_at("waiting\n", files, environment)
     assert lines[0] == "checking the device and the data, then starting 2 ranks", phase
     assert lines.index("waiting") == (2 if at == "torch.distributed.run" else 1)
     assert lines[-1] == "stopped before the first step: all is as it was"
@@ -101,17 +107,7 @@ def test_the_first_line_comes_before_the_slow_checks_and_ctrl_c_there_ends_as_be
 
 
 def test_ranks_finish_their_step_at_ctrl_c(files):
-    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout
-    lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        if line.startswith("step   10/"):
-            process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 3, lines
+    lines = interrupt_at("step   10/", files, ENVIRONMENT)
     assert lines[0] == "checking the device and the data, then starting 2 ranks"
     assert lines[1] == "starting 2 ranks: tiny as dp2 mb2 zero1"
     (finishing,) = [line for line in lines if line.startswith("finishing step ")]

@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 
 def trains(config):
-    """What is wrong as training says it, up to the first step; empty if nothing is."""
+    """The refusal that training prints up to the first step; empty if there is none."""
     store = dist.HashStore()
     try:
         check_data(config)
@@ -66,7 +66,7 @@ def trains(config):
 
 
 def passes_check(config):
-    """What is wrong as `check --data` says it."""
+    """The refusal that `check --data` prints."""
     try:
         check_data(config)
         check_beginnings(config)
@@ -172,7 +172,7 @@ def test_what_training_refuses_the_check_refuses_in_the_same_words(folder, name)
 
 
 def prepares(config):
-    """What is wrong as `dtlayout train` says it before it starts ranks."""
+    """The refusal that `dtlayout train` prints before it starts ranks."""
     try:
         check_data(config)
         assert prepare_small(config) == []

@@ -138,7 +138,7 @@ def test_every_field_is_changed():
 
 
 AT_ONCE = dict.fromkeys(("layer_host_s", "layer_host_tp_s", "layer_host_message_s", "experts_host_s"), 0.0)
-"""Of a host that is never waited for: where it sets the pace, nothing is seen of a block's own time."""
+"""Constants of a host that is never waited for: where it sets the pace, nothing is seen of a block's own time."""
 WITH_EXPERTS = {
     f"experts on {engine}": replace(on_gpus(engine, **AT_ONCE), model=EXPERTS)
     for engine in ("megatron", "torchtitan", "dtlayout")
