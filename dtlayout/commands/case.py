@@ -24,7 +24,6 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.models.traced import FAMILY, find_whole
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
-from dtlayout.programs.reading import parse_given, read_program
 from dtlayout.programs.understood import Understood
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -61,6 +60,8 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
 
 def find_other(path: Path, options: argparse.Namespace) -> Understood | None:
     """The job that the file of another program says; None for a config of ours."""
+    from dtlayout.programs.reading import parse_given, read_program  # only now: a fourth of a command's start
+
     return read_program(path, parse_given(options.given), options.world or 0)
 
 

@@ -281,9 +281,8 @@ class Estimator:
         """Each pipeline rank → its step, until it has ended itself."""
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        groups = self.groups(PipelineLayout.of(layout)).groups
-        firsts = {group.ranks[0]: self.update_s(group.ranks[0], layout, m, work) for group in groups}
-        updates = {rank: firsts[group.ranks[0]] for group in groups for rank in group.ranks}
+        firsts = self._first_updates(layout, m, work)
+        updates = {rank: update for ranks, update in firsts.items() for rank in ranks}
         delay_s = self.delay_s(layout)
         return self.rank_steps(layout, m, work, updates, delay_s=delay_s, peak_bytes=memory.peak_bytes)
 
@@ -323,12 +322,27 @@ class Estimator:
 
         return {rank: split(rank, *update) for rank, update in updates.items()}
 
+    def _first_updates(
+        self, layout: Layout, m: int, work: Sequence[StageWork]
+    ) -> dict[tuple[int, ...], tuple[float, float]]:
+        """Ranks of each rank group → `update_s` of its first one, which is that of all."""
+        groups = self.groups(PipelineLayout.of(layout)).groups
+        return {group.ranks: self.update_s(group.ranks[0], layout, m, work) for group in groups}
+
     def lower_bound_s(self, layout: Layout, kernels: Kernels) -> float:
-        """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""
+        """No step of this layout is shorter: all of the busiest rank's own work, reduction and update, and no bubble.
+
+        It does without the pipeline's actions, which take longest to play.
+        """
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        ranks = (layout.placement.take(work, rank) for rank in range(layout.pp))
-        return m * max(sum(w.forward_s + w.backward_s for w in own) for own in ranks)
+
+        def busy_s(rank: int) -> float:
+            own = StageWork.add(layout.placement.take(work, rank))
+            return m * (own.forward_s + own.backward_s) + own.unpaired_s
+
+        firsts = self._first_updates(layout, m, work)
+        return max(busy_s(ranks[0]) + sum(update) for ranks, update in firsts.items()) + self.fixed_s(m, peak_bytes=0.0)
 
     def update_s(self, rank: int, layout: Layout, m: int, work: Sequence[StageWork]) -> tuple[float, float]:
         """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""

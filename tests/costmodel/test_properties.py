@@ -177,7 +177,7 @@ def test_components_add_up(case):
     steps = [end + sum(estimator.update_s(rank, layout, m, work)) + fixed_s for rank, end in enumerate(ends)]
     assert found.time.total == pytest.approx(sum(found.time.as_dict().values()))
     assert found.time.total == pytest.approx(max(steps))
-    assert found.time.total >= estimator.lower_bound_s(layout, kernels)
+    assert found.time.total >= (1 - 1e-12) * estimator.lower_bound_s(layout, kernels)  # without a pipeline it is equal
 
 
 @settings(max_examples=40, deadline=None)
