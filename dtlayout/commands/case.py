@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.commands.arguments import (
     MODELS,
+    add_given,
     add_gpu,
     add_world,
     choose_gpu,
@@ -24,15 +25,11 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.models.traced import FAMILY, find_whole
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
-from dtlayout.programs.understood import Understood
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
-
-def add_given(parser: argparse.ArgumentParser) -> None:
-    """Add values of variables of a file."""
-    text = "a variable of another program's file that the file alone does not say; may be repeated"
-    parser.add_argument("--given", action="append", default=[], metavar="NAME=VALUE", help=text)
+if TYPE_CHECKING:  # what reads other programs' files takes a fourth of a command's start
+    from dtlayout.programs.understood import Understood
 
 
 class Case(NamedTuple):
@@ -58,15 +55,15 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
     return make_case(load_plan(path, overrides), load_formats(path, overrides), options)
 
 
-def find_other(path: Path, options: argparse.Namespace) -> Understood | None:
+def find_other(path: Path, options: argparse.Namespace) -> "Understood | None":
     """The job that the file of another program says; None for a config of ours."""
-    from dtlayout.programs.reading import parse_given, read_program  # only now: a fourth of a command's start
+    from dtlayout.programs.reading import parse_given, read_program  # only now, as above
 
     return read_program(path, parse_given(options.given), options.world or 0)
 
 
 def read_other(
-    found: Understood, path: Path, overrides: Sequence[str], options: argparse.Namespace, *, notes: bool = True
+    found: "Understood", path: Path, overrides: Sequence[str], options: argparse.Namespace, *, notes: bool = True
 ) -> Case:
     """The case of a file of another program, predicted for that program, and on as many GPUs as it starts."""
     tables = found.tables
@@ -87,7 +84,7 @@ def read_other(
     return make_case(parse_config(tables), dict(tables.get("precision", {})), asked, notes=notes)
 
 
-def read_as_ours(found: Understood, path: Path, overrides: Sequence[str]) -> Config:
+def read_as_ours(found: "Understood", path: Path, overrides: Sequence[str]) -> Config:
     """The config by which our own trainer runs the job of another program's file, with kernels of its own."""
     tables = {name: table for name, table in found.tables.items() if name != "kernels"}
     override(tables, overrides)
@@ -101,7 +98,7 @@ _NEEDED = {("batch", "seq_len"): "tokens of a sequence", ("batch", "global_batch
 """Section and key that a prediction needs → what it says."""
 
 
-def _check_said(found: Understood, tables: Mapping[str, Any], path: Path) -> None:
+def _check_said(found: "Understood", tables: Mapping[str, Any], path: Path) -> None:
     """InvalidConfig with a line for each number that a file of another program does not say."""
     model, missing = tables.get("model", {}), list[str]()
     if not model:

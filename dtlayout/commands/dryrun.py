@@ -13,8 +13,17 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import check_page
 from dtlayout.base.formatting import align, fold, fold_notes
 from dtlayout.base.terminal import open_console
-from dtlayout.commands.arguments import JsonDocument, add_config, add_gpu, add_world, choose_gpu, choose_world, show
-from dtlayout.commands.case import add_given, find_other, read_as_ours
+from dtlayout.commands.arguments import (
+    JsonDocument,
+    add_config,
+    add_given,
+    add_gpu,
+    add_world,
+    choose_gpu,
+    choose_world,
+    show,
+)
+from dtlayout.commands.case import find_other, read_as_ours
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config

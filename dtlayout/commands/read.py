@@ -8,8 +8,7 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import write
 from dtlayout.base.formatting import align, plural
-from dtlayout.commands.arguments import add_world, show
-from dtlayout.commands.case import add_given
+from dtlayout.commands.arguments import add_given, add_world, show
 from dtlayout.config.loading import parse_config
 from dtlayout.programs.reading import READERS, parse_given, read_program
 from dtlayout.programs.understood import Understood

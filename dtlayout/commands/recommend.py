@@ -12,12 +12,10 @@ from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.base.formatting import GIB
 from dtlayout.commands.adapter_options import add_adapter, with_adapter
-from dtlayout.commands.arguments import MODELS, CommandAnswer, name_gpu, show_answer
-from dtlayout.commands.case import add_given
+from dtlayout.commands.arguments import MODELS, CommandAnswer, add_given, name_gpu, show_answer
 from dtlayout.commands.engine_options import add_engine, read_engine
 from dtlayout.commands.recommend_document import BASELINES, compare_like, make_document, make_scale_document
 from dtlayout.commands.recommend_text import describe, describe_counts, describe_scale, list_reasons
-from dtlayout.config.loading import override
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.files import find_model
@@ -312,6 +310,8 @@ def _read_cluster(options: argparse.Namespace, num_gpus: int | None) -> Cluster:
 
 def _read_optimizer(text: str) -> Optimizer:
     """The optimizer of a name and some of its keys; InvalidConfig for what is unknown."""
+    from dtlayout.config.loading import override  # only now: most questions need nothing of a config
+
     name, *pairs = text.split(",")
     tables: dict[str, Any] = {"optimizer": {"name": name}}
     override(tables, [f"--optimizer.{pair}" for pair in pairs])

@@ -214,7 +214,7 @@ def _unfitted_values(table: Mapping[str, Any], gpu: str) -> dict[str, float]:
 @cache
 def _achieved_on(gpu: str) -> dict[str, float]:
     """Constants of a GPU type whatever the engine."""
-    return _constants_in(toml.read_constants()["achieved.toml"].get(gpu, {}))
+    return _constants_in(toml.read_constant_file("achieved.toml").get(gpu, {}))
 
 
 def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:

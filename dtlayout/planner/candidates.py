@@ -27,7 +27,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.rank_groups import Counts, Stages
 from dtlayout.costmodel.stage_work import LayoutWork
 from dtlayout.costmodel.update import Sent, Update, find_update, hidden_share, least_update_s
-from dtlayout.planner.block_classes import BlockClass, BlockClasses, StepMapping
+from dtlayout.planner.block_classes import BlockClasses, StepMapping
 from dtlayout.planner.kernel_choices import KernelChoices
 from dtlayout.planner.peaks import BlockBytes, InFlight, Peaks, RankSizes
 from dtlayout.planner.space import Degrees, Space, StateSharding
@@ -94,17 +94,16 @@ class Candidates:
         """State sharding → a layout that has it, for all state shardings at some degrees."""
         self.updates = cache(self._find_updates)
         """State sharding → reduction and update, for ranks of some degrees and RankSizes, with a head or without."""
+        self.microbatch_costs = cache(self._find_microbatch_costs)
+        """The costs of a block class with a recomputation, from its layouts: one for each pair of tp_overlap and
+        kernels. Dominated pairs are left out; the number says how many these are."""
         self._state_bytes, self._group_bytes = cache(self._find_state_bytes), cache(self._find_group_bytes)
         self._pipelines, self._short_pipelines = cache(self._find_pipeline), cache(self._find_short_pipeline)
         self._sent = cache(self._find_sent)
         self._hidden_share = hidden_share(space.scenario)
 
-    def microbatch_costs(self, block_class: BlockClass) -> tuple[list[MicrobatchCost], int]:
-        """The costs of a block class with a recomputation, one for each pair of tp_overlap and kernels.
-
-        Dominated pairs are left out; the number says how many these are.
-        """
-        first, parts = block_class.layouts[0], {key_of(each, StageLayout): each for each in block_class.layouts}
+    def _find_microbatch_costs(self, layouts: tuple[Layout, ...]) -> tuple[list[MicrobatchCost], int]:
+        first, parts = layouts[0], {key_of(each, StageLayout): each for each in layouts}
         best = self.kernels.undominated(tuple(parts), first.splits_backward)
         found = [self.microbatch_cost(parts[part], kernels) for part, kernels in best]
         return found, len(parts) * len(self.kernels.legal_for(first, first.recompute)) - len(found)
@@ -130,6 +129,12 @@ class Candidates:
         hidden_s = self._hidden_share * bound_s / m
         return bound_s + least_update_s(self._sent(mapping), m, hidden_s)
 
+    def may_fit(self, block: BlockBytes, mapping: StepMapping, layout: PipelineLayout) -> bool:
+        """Whether any state sharding of a mapping may fit, where a microbatch holds no less than these bytes."""
+        pipeline, allowed = self._pipelines(mapping, layout), self.allowed_bytes
+        held_bytes = self.peaks.held_bytes(block, pipeline.in_flight)
+        return all(held + state <= allowed for held, state in zip(held_bytes, pipeline.least_state_bytes, strict=True))
+
     def make_candidate(self, cost: MicrobatchCost, mapping: StepMapping, layout: PipelineLayout) -> Candidate | None:
         """The candidate with this cost and mapping; None if no state sharding can fit."""
         pipeline, allowed = self._pipelines(mapping, layout), self.allowed_bytes
@@ -151,7 +156,7 @@ class Candidates:
             (cost, mapping, pipeline)
             for found in in_classes.find(Counter())
             for block_class, bounds in in_classes.with_recompute(found)
-            for cost in self.microbatch_costs(block_class)[0]
+            for cost in self.microbatch_costs(block_class.layouts)[0]
             for _, (mapping, pipeline, _) in bounds
         )
         least = [
@@ -182,7 +187,7 @@ class Candidates:
         updates = self.updates(degrees, self.peaks.sizes(group.counts, degrees.tp, degrees.ep), group.has_head)
         fitting = [each for each, least in pipeline.state_bytes.items() if max(least) <= self.allowed_bytes]
         # A sharding is dominated if another sends no more of anything.
-        sent = dict.fromkeys(Sent.of(scenario, layouts[each], updates[each], m) for each in fitting)
+        sent = dict.fromkeys([Sent.of(scenario, layouts[each], updates[each], m) for each in fitting])
         return [each for each in sent if not any(other is not each and all(map(le, other, each)) for other in sent)]
 
     def _find_state_bytes(

@@ -10,10 +10,13 @@ parallelism (tp · pp), then time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from math import inf
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from dtlayout.planner.space import Degrees
+from dtlayout.schedules.schedules import find_schedule
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.recompute import Recompute
@@ -28,6 +31,10 @@ LEAST_SPARED = 0.05
 """Share of a better layout's peak that a layout must spare not to be dominated: about the median error of peaks."""
 
 _AXES = ("tp", "pp", "cp", "ep")
+
+
+Preference = tuple[Any, ...]
+"""Sort key of tied layouts: the preferred one has the smallest."""
 
 
 class LayoutKind(NamedTuple):
@@ -65,6 +72,8 @@ class TimedLayout(NamedTuple):
     kernels: Kernels
     group: Hashable
     """The group of alike layouts that it belongs to."""
+    preference: Preference = ()
+    """`prefer` of it."""
 
 
 Dominance = Callable[[TimedLayout, TimedLayout], bool]
@@ -78,48 +87,67 @@ def no_dominance(timed: TimedLayout, better: TimedLayout) -> bool:
 
 def is_dominated(timed: TimedLayout, better: TimedLayout) -> bool:
     """Whether a layout has all parts that a better one has, and spares no memory."""
-    return parts_of(better.layout) <= parts_of(timed.layout) and (
-        timed.peak_bytes > (1 - LEAST_SPARED) * better.peak_bytes
+    return timed.peak_bytes > (1 - LEAST_SPARED) * better.peak_bytes and (
+        _parts_of(LayoutKind.of(better.layout)) <= _parts_of(LayoutKind.of(timed.layout))
     )
 
 
-def parts_of(layout: Layout) -> frozenset[str]:
-    """Names of what is on in a layout beside data parallelism: axes, virtual stages and recomputation."""
-    parts = [axis for axis in _AXES if getattr(layout, axis) > 1]
-    parts += ["virtual stages"] * (layout.virtual_stages > 1) + ["recompute"] * (layout.recompute != "none")
-    return frozenset(parts)
+@cache
+def _parts_of(kind: LayoutKind) -> frozenset[str]:
+    """Names of what is on in layouts of a kind beside data parallelism: axes, virtual stages and recomputation."""
+    parts = [*kind.axes, "recompute"] if kind.recompute != "none" else [*kind.axes]
+    has_virtual_stages = kind.schedule and find_schedule(kind.schedule).least_virtual_stages > 1
+    return frozenset([*parts, "virtual stages"] if has_virtual_stages else parts)
+
+
+class RankedLayout(NamedTuple):
+    """A layout of the best, and when it is sure to be one."""
+
+    timed: TimedLayout
+    settled_s: float
+    """Step time: layouts that take longer, found later, put no other layout in its place or before it."""
 
 
 def choose_best(
-    timed: Sequence[TimedLayout],
-    top: int,
-    capacity_bytes: float,
-    max_slowdown: float = inf,
-    dominance: Dominance = no_dominance,
-) -> list[TimedLayout]:
-    """The best `top` layouts, one of each group: among all within a tie of the fastest left, the one with most room.
+    timed: Sequence[TimedLayout], top: int, max_slowdown: float = inf, dominance: Dominance = no_dominance
+) -> list[RankedLayout]:
+    """The best `top` layouts, one of each group: among all within a tie of the fastest left, the preferred one.
 
-    Layouts that take more than `max_slowdown` times the fastest of all are left out, and groups whose best one is
-    dominated by a layout ranked before it.
+    Layouts that take more than `max_slowdown` times the fastest of all are left out. So are layouts that are dominated
+    by one ranked before them, and groups of which the preferred layout, within a tie of the group's fastest, is.
     """
-    left = sorted(timed, key=lambda t: t.time_s)
-    left = [t for t in left if t.time_s <= max_slowdown * left[0].time_s]
-    best: list[TimedLayout] = []
+    left = sorted(timed, key=attrgetter("time_s"))
+    left = [each for each in left if each.time_s <= max_slowdown * left[0].time_s]
+    stands_for = _find_preferred(left) if dominance is not no_dominance else {}
+    best: list[RankedLayout] = []
     while left and len(best) < top:
-        ties = [t for t in left if t.time_s <= left[0].time_s * (1 + TIE)]
-        found = min(ties, key=lambda t: _preference(t, capacity_bytes))
-        left = [t for t in left if t.group != found.group]
-        if not any(dominance(found, better) for better in best):
-            best.append(found)
+        fastest_s = left[0].time_s
+        found = min([each for each in left if each.time_s <= (1 + TIE) * fastest_s], key=attrgetter("preference"))
+        best.append(RankedLayout(found, settled_s=(1 + TIE) ** 2 * fastest_s))
+        left = [each for each in left if each.group != found.group]
+        if dominance is not no_dominance:
+            out = {group for group, each in stands_for.items() if dominance(each, found)}
+            left = [each for each in left if each.group not in out and not dominance(each, found)]
     return best
+
+
+def _find_preferred(timed: Sequence[TimedLayout]) -> dict[Hashable, TimedLayout]:
+    """Group → the preferred of its layouts within a tie of its fastest; they come with the fastest first."""
+    fastest_s, preferred = dict[Hashable, float](), dict[Hashable, TimedLayout]()
+    for each in timed:
+        if each.time_s <= (1 + TIE) * fastest_s.setdefault(each.group, each.time_s):
+            preferred[each.group] = min(preferred.get(each.group, each), each, key=attrgetter("preference"))
+    return preferred
+
+
+def prefer(time_s: float, peak_bytes: float, layout: Layout, capacity_bytes: float, text: str = "") -> Preference:
+    """The preference of a layout: memory, model parallelism, time but for rounding, and text, to have no tie left.
+
+    From the least time and bytes that a layout takes, and no text, it is a lower bound.
+    """
+    return to_percent(peak_bytes, capacity_bytes), layout.tp * layout.pp, round(time_s, 12), text
 
 
 def to_percent(peak_bytes: float, capacity_bytes: float) -> int:
     """A peak in whole percents of the capacity; ranking compares memory no finer than that."""
     return round(100 * peak_bytes / capacity_bytes)
-
-
-def _preference(timed: TimedLayout, capacity_bytes: float) -> tuple[int, int, float, str]:
-    """Sort key of tied layouts: memory, model parallelism, time but for rounding, and text, to have no tie left."""
-    percent, model_parallel = to_percent(timed.peak_bytes, capacity_bytes), timed.layout.tp * timed.layout.pp
-    return percent, model_parallel, round(timed.time_s, 12), f"{timed.layout} {timed.kernels}"

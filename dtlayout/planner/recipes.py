@@ -91,4 +91,4 @@ def _list_recipes(scenario: Scenario) -> Iterator[Recipe]:
 
 @cache
 def _read_recipes() -> dict[str, Any]:
-    return toml.read_constants()[FILE]
+    return toml.read_constant_file(FILE)

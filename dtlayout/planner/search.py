@@ -4,7 +4,7 @@
 
 candidates.py makes layouts level by level, best_first.py decides which node to refine next, and ranking.py ranks what
 fits. The search ends when no lower bound lies below the step time of the k-th best. So every layout outside the best k
-is slower, or alike to one of them; whether such a layout fits is not always known.
+is slower, alike to one of them, or dominated by one; whether such a layout fits is not always known.
 """
 
 from collections import Counter
@@ -15,10 +15,11 @@ from itertools import count
 from math import inf
 from typing import Any, NamedTuple, get_args
 
+from dtlayout.costmodel.cache_keys import StageLayout, key_of
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.planner.best_first import BestFirstSearch, Choice, GroupOf, Refinement, SearchNode
 from dtlayout.planner.block_classes import Reason, StepMapping
-from dtlayout.planner.candidates import Candidates, MicrobatchCost
+from dtlayout.planner.candidates import Candidates
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.ranking import (
     MAX_SLOWDOWN,
@@ -87,8 +88,8 @@ class Search:
     def _run_kinds(self, top: int = 5) -> SearchResult:
         kinds = cache(LayoutKind.with_degrees)
 
-        def kind_of(cost: MicrobatchCost, mapping: StepMapping) -> LayoutKind:
-            return kinds(mapping.degrees, mapping.schedule, cost.part.recompute)
+        def kind_of(layout: Layout, mapping: StepMapping) -> LayoutKind:
+            return kinds(mapping.degrees, mapping.schedule, layout.recompute)
 
         return self._run(top, kind_of, MAX_SLOWDOWN, is_dominated)
 
@@ -96,8 +97,8 @@ class Search:
         """The best layout with one value of a field of Layout; None if no such layout is legal and fits."""
         search = BestFirstSearch(self._candidates, self._serials, choice=Choice(name, value))
         self._open = search.run(self._open)
-        best = choose_best(search.fitting, 1, self.estimator.capacity_bytes)
-        return self._estimate(best[0]) if best else None
+        best = choose_best(search.fitting, 1)
+        return self._estimate(best[0].timed) if best else None
 
     @cached_property
     def _block_classes(self) -> tuple[list[SearchNode], Counter[Reason]]:
@@ -122,7 +123,7 @@ class Search:
         nodes, legal = self._block_classes
         search = BestFirstSearch(self._candidates, self._serials, top, group_of, max_slowdown, dominance)
         self._open = search.run(nodes)
-        ranked = choose_best(search.fitting, top, self.estimator.capacity_bytes, max_slowdown, dominance)
+        ranked = [each.timed for each in choose_best(search.fitting, top, max_slowdown, dominance)]
         groups = {timed.group for timed in ranked}
         num_alike = sum(search.num_in_group[group] for group in groups) - len(ranked)
         num_slower = sum(timed.group not in groups for timed in search.fitting)
@@ -174,7 +175,7 @@ class Search:
         return self.estimator.estimate(*found) if found else None
 
 
-def _group_of(cost: MicrobatchCost, mapping: StepMapping) -> tuple[Any, ...]:
+def _group_of(layout: Layout, mapping: StepMapping) -> tuple[Any, ...]:
     """All of a layout but kernels, tp_overlap, what ep sends how, and state sharding."""
-    alike = cost.part._replace(overlaps_tp=False, overlaps_ep=False, sends_tokens_once=False)
-    return alike, cost.layout.sequence_parallel, mapping
+    part = key_of(layout, StageLayout)._replace(overlaps_tp=False, overlaps_ep=False, sends_tokens_once=False)
+    return part, layout.sequence_parallel, mapping

@@ -277,4 +277,4 @@ def find_alike(times_s: Sequence[float], engine: str) -> Alike | None:
 @cache
 def read_errors() -> dict[str, Any]:
     """The tables of errors.toml, which `dtlayout validate --errors` writes."""
-    return toml.read_constants()[FILE]
+    return toml.read_constant_file(FILE)

@@ -382,22 +382,24 @@ def _choose_compile(request: KernelRequest) -> tuple[Compile, str]:
     return "blocks", "it fuses what is elementwise, and spares the host"
 
 
+_NO_KERNELS: dict[str, Sequence[Any]] = {
+    "compile": get_args(Compile), "compile_mode": get_args(CompileMode), "compile_fullgraph": (False, True),
+}  # fmt: skip
+"""Key whose value names no kernel → its values."""
+
+
 def _list_names(of: "type[Kernels | OpenKernels]", key: str) -> list[Any]:
     """Values that a key may have: the names of kernels, and auto where that is the default."""
-    own: dict[str, Sequence[Any]] = {
-        "compile": get_args(Compile), "compile_mode": get_args(CompileMode), "compile_fullgraph": (False, True),
-    }  # fmt: skip
-    names = own.get(key) or KERNELS[key]
-    return [*([AUTO] if getattr(of, key) == AUTO else []), *names]
+    return [*([AUTO] if getattr(of, key) == AUTO else []), *(_NO_KERNELS.get(key) or KERNELS[key])]
 
 
 def _check_names(kernels: "Kernels | OpenKernels") -> None:
     """InvalidConfig with a line for each key whose value is unknown."""
-    known = {name: _list_names(type(kernels), name) for name in vars(kernels)}
+    of = type(kernels)
     refuse([
-        Refusal(name, f"kernels.{name}={value!r} is unknown", f"use one of {known[name]}")
+        Refusal(name, f"kernels.{name}={value!r} is unknown", f"use one of {_list_names(of, name)}")
         for name, value in vars(kernels).items()
-        if value not in known[name]
+        if value not in (_NO_KERNELS.get(name) or KERNELS[name]) and value not in _list_names(of, name)
     ])  # fmt: skip
 
 

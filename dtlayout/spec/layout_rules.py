@@ -59,15 +59,19 @@ def _check_context_parallel(layout: LayoutKeys, model: ModelShape, batch: Batch)
     if cp == 1:
         return []
     in_parts = [{"cp_method": name} for name, other in CONTEXT_METHODS.items() if not other.splits_heads]
-    broken, repairs = list[Refusal](), [{"cp": degree} for degree in _nearest(cp, divisors(seq_len))]
+    broken = list[Refusal]()
+
+    def list_repairs() -> list[dict[str, Any]]:
+        return [{"cp": degree} for degree in _nearest(cp, divisors(seq_len))]
+
     if seq_len % (granule := method.granule(cp)):
         asked = f"cp={cp}" if granule == cp else f"{granule // cp} * cp = {granule}"
         by_heads = [{"cp_method": name} for name, other in CONTEXT_METHODS.items() if other.splits_heads]
         what = f"{asked} does not divide seq_len={seq_len}, as cp_method={method.name} needs it"
-        broken.append(Refusal("cp", what, [*repairs, *by_heads]))
+        broken.append(Refusal("cp", what, [*list_repairs(), *by_heads]))
     elif layout.shards_sequence and seq_len // cp % layout.tp:
         what = f"cp={cp} * tp={layout.tp} does not divide seq_len={seq_len}"
-        broken.append(Refusal("cp", what, [*repairs, {"sequence_parallel": False}]))
+        broken.append(Refusal("cp", what, [*list_repairs(), {"sequence_parallel": False}]))
     if method.splits_heads:
         for name in ("num_heads", "num_kv_heads"):
             heads = getattr(model, name)
@@ -86,12 +90,10 @@ def _check_experts(layout: LayoutKeys, model: ModelShape) -> list[Refusal]:
     sizes = {"dp * cp * tp": layout.dp * layout.cp * layout.tp}
     if model.experts:
         sizes["experts.number"] = model.experts.number
+    if not (broken := {name: size for name, size in sizes.items() if size % ep}):
+        return []
     repairs = [{"ep": degree} for degree in _nearest(ep, divisors(gcd(*sizes.values())))]
-    return [
-        Refusal(f"ep/{name}", f"ep={ep} does not divide {name}={size}", repairs)
-        for name, size in sizes.items()
-        if size % ep
-    ]
+    return [Refusal(f"ep/{name}", f"ep={ep} does not divide {name}={size}", repairs) for name, size in broken.items()]
 
 
 def _check_pipeline(layout: LayoutKeys, model: ModelShape) -> list[Refusal]:

@@ -50,7 +50,7 @@ def test_other_jobs_have_none(other):
 
 
 def test_every_recipe_is_a_layout_of_a_known_source():
-    table = toml.read_constants()[FILE]
+    table = toml.read_constant_file(FILE)
     for job in table["recipe"]:
         for each in job["layouts"]:
             layout = Layout(**parse_choices(each["layout"]))

@@ -1,6 +1,6 @@
 """The search finds what trying every layout finds, and loses none of the best on the way."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from cProfile import Profile
 from dataclasses import replace
 from functools import cache
@@ -86,25 +86,35 @@ def is_dominated(estimate, better):
     )
 
 
+def preference(e):
+    percent = round(100 * e.peak_bytes / e.capacity_bytes)
+    return percent, e.layout.tp * e.layout.pp, round(e.step_time_s, 12), f"{e.layout} {e.kernels}"
+
+
+def choose_in_tie(estimates):
+    """The preferred of the estimates that are as fast as the fastest."""
+    fastest = min(e.step_time_s for e in estimates)
+    return min((e for e in estimates if e.step_time_s <= fastest * (1 + TIE)), key=preference)
+
+
 def rank_all(estimates, top, alike=group_of, max_slowdown=inf, dominance=lambda estimate, better: False):
     """The rule of `dtlayout.planner.search`, written down once more and without any shortcut."""
     fastest = min(e.step_time_s for e in estimates)
-    left, best = [e for e in estimates if e.step_time_s <= max_slowdown * fastest], []
-    groups = {id(e): alike(e.layout) for e in left} if top > 1 else {}
-    while left and len(best) < top:
-        fastest = min(e.step_time_s for e in left)
-        ties = [e for e in left if e.step_time_s <= fastest * (1 + TIE)]
-        found = min(
-            ties,
-            key=lambda e: (
-                round(100 * e.peak_bytes / e.capacity_bytes),
-                e.layout.tp * e.layout.pp,
-                round(e.step_time_s, 12),
-                f"{e.layout} {e.kernels}",
-            ),
-        )
-        best += [] if any(dominance(found, better) for better in best) else [found]
-        left = [e for e in left if groups[id(e)] != groups[id(found)]] if len(best) < top else []
+    groups = defaultdict(list)
+    for e in estimates:
+        if e.step_time_s <= max_slowdown * fastest:
+            groups[alike(e.layout) if top > 1 else None].append(e)
+    best, preferred = [], {group: choose_in_tie(own) for group, own in groups.items()}
+    while groups and len(best) < top:
+        best.append(choose_in_tie([e for own in groups.values() for e in own]))
+        ranked = alike(best[-1].layout) if top > 1 else None
+        groups = {
+            group: left
+            for group, own in groups.items()
+            if group != ranked
+            and not dominance(preferred[group], best[-1])
+            and (left := [e for e in own if not dominance(e, best[-1])])
+        }
     return best
 
 

@@ -169,6 +169,8 @@ class _Stage:
         self.backward_input = cache(lambda *how: sequence(self._backward(*how, is_last=False, splits=True)))
         self.backward_weight = cache(lambda *how: sequence(self._backward_weight(*how)))
         """The parts of one that is split."""
+        self._block_backward = cache(self._find_block_backward)
+        """A block's backward, from its run, whether it is the first microbatch's, and whether it is split."""
 
     @property
     def last_kept(self) -> float:
@@ -346,7 +348,7 @@ class _Stage:
         def block_backward(each: BlockRun, before: Unit | None) -> Phase:
             """A block's backward; `before` is the unit whose buffer is there, which experts let go."""
             if each.experts is None:
-                return self._block_backward(each._replace(num_blocks=1), is_first, splits)
+                return self._block_backward(each, is_first, splits)
             of_units = [sharding.gradients_of(unit, is_first=is_first) for unit in each.units]
             parts = autograd.backward_with_experts(each.size, of_units, each.kept, each.recomputed, puts_off=splits)
             begin = sharding.begin_backward(each.experts) if sharding.zero == 3 else IDLE
@@ -399,7 +401,7 @@ class _Stage:
             (_A, 0.0 if self.has_embedding else -size.stream - self.received),
         )
 
-    def _block_backward(self, run: BlockRun, is_first: bool, splits: bool) -> Phase:
+    def _find_block_backward(self, run: BlockRun, is_first: bool, splits: bool) -> Phase:
         if splits:
             return autograd.input_backward(run.size, run.kept, run.recomputed)
         weights = self.sharding.gradients_of(run.unit, is_first=is_first)

@@ -77,13 +77,17 @@ def sequence(phases: Iterable[Phase]) -> Phase:
     >>> sum(sequence([grow, grow]).fullest), sum(sequence([grow, grow]).left)
     (4.0, 2.0)
     """
-    fullest, most, left = NOTHING, 0.0, NOTHING
+    lefts, total, most, at, at_most = list[Bytes](), 0.0, 0.0, 0, IDLE
     for phase in phases:
-        later = add(left, phase.fullest)
-        if (total := sum(later)) > most:
-            fullest, most = later, total
-        left = add(left, phase.left)
-    return Phase(fullest, left)
+        if (most_here := total + sum(phase.fullest)) > most:
+            most, at, at_most = most_here, len(lefts), phase
+        lefts.append(phase.left)
+        total += sum(phase.left)
+    if not lefts:
+        return IDLE
+    return Phase(
+        tuple(map(sum, zip(*lefts[:at], at_most.fullest, strict=True))), tuple(map(sum, zip(*lefts, strict=True)))
+    )
 
 
 def fullest_of(start: Bytes, phases: Sequence[Phase], order: Sequence[int]) -> Bytes:
