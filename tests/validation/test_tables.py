@@ -217,7 +217,7 @@ def test_columns_say_what_a_run_of_its_program_is_told(tmp_path):
     assert (engine.features.overlap_dp, engine.features.overlap_pp) == (False, False)
     assert engine.features.cuda_graphs == "attention"
     assert find_reasons(tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", overlap_dp="false") == (
-        "engine fsdp1 cannot be told overlap_dp, overlap_pp or cuda_graphs as stated",
+        "engine fsdp1 cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated",
     )
 
 
