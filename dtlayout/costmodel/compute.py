@@ -8,7 +8,7 @@ from functools import cache, lru_cache, partial
 from math import inf
 from typing import NamedTuple
 
-from dtlayout.costmodel.attention import attention_s, flash_s, name_kept, score_traffic_s
+from dtlayout.costmodel.attention import attention_s, flash_s
 from dtlayout.costmodel.cache_keys import ComputeLayout, TensorLayout, key_of
 from dtlayout.costmodel.comm import copied_bytes, count_exchanges, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
@@ -36,7 +36,6 @@ from dtlayout.models.families import block_tape, describe
 from dtlayout.models.kernel_calls import AttentionCall, KernelCall, Matmul
 from dtlayout.models.operations import Norm
 from dtlayout.plans.plan import OVERLAPPED_PIECES
-from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.fake_quant import FAKE_QUANT_FORMATS
 from dtlayout.spec.kernel_records import ExpertsKernel, LossKernel
 from dtlayout.spec.kernel_table import find_kernel
@@ -143,12 +142,8 @@ def _compute_block(scenario: Scenario, layout: Layout, kernels: Kernels) -> tupl
     """Times of a block in which nothing is sent, and attention's part of its backward."""
     tokens = tokens_of(scenario, layout)
     tape = rank_tape(scenario, kernels)
-    sizes = _matmul_sizes(scenario, layout, kernels)
-    # Other programs' routers are small, and count like the matmuls beside them.
-    in_format = not scenario.engine.features.casts_itself
-    matmuls_s = [
-        each.times * (linear_s if each.casts or in_format else matmul_s)(scenario, *each.sizes) for each in sizes
-    ]
+    sizes = list_matmuls(scenario, layout, kernels)
+    matmuls_s = [rank_matmul_s(scenario, each) for each in sizes]
     frozen_s = sum([
         each.frozen / each.outputs * each_s for each_s, each in zip(matmuls_s, sizes, strict=True) if each.frozen
     ])  # fmt: skip
@@ -182,7 +177,7 @@ def _compute_block(scenario: Scenario, layout: Layout, kernels: Kernels) -> tupl
     return computed, attention_backward_s
 
 
-class _Matmul(NamedTuple):
+class RankMatmul(NamedTuple):
     """A matmul of a block on one rank."""
 
     times: float
@@ -193,6 +188,8 @@ class _Matmul(NamedTuple):
     """Outputs whose weights are frozen."""
     casts: bool
     """Whether it computes in `Precision.matmuls`."""
+    place: int
+    """Place of its entry on the block's tape, of the first one where several are fused."""
 
     @property
     def sizes(self) -> tuple[float, float, float]:
@@ -200,18 +197,18 @@ class _Matmul(NamedTuple):
         return self.rows, self.outputs, self.inputs
 
 
-def _matmul_sizes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[_Matmul]:
+def list_matmuls(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[RankMatmul]:
     """Each matmul of a block on one rank; fused ones are one.
 
     An adapter's two are not fused with others. Matmuls of experts count more often where they are slower than others.
     Each expert multiplies the rows that it is sent: T·k/E of each rank's tokens, and `experts.imbalance` times as many
     on the fullest of ep's ranks.
     """
-    sizes: list[_Matmul] = []
+    sizes: list[RankMatmul] = []
     base = 0  # the last one that is no adapter's
     tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
     experts = describe(scenario.model).experts
-    for entry in rank_tape(scenario, kernels):
+    for place, entry in enumerate(rank_tape(scenario, kernels)):
         if entry.kind == "matmul":
             (read,), (made,) = entry.reads, entry.makes
             outputs, inputs = own_part(made, layout), own_part(read, layout)
@@ -224,7 +221,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
             # Each rank multiplies what it has of the stream.
             is_of_stream = read.spread == made.spread == "stream"
             rows = tokens / ranks_by_spread(layout)["stream"] if is_of_stream else tokens
-            sizes.append(_Matmul(1, rows, outputs, inputs, frozen, entry.casts))
+            sizes.append(RankMatmul(1, rows, outputs, inputs, frozen, entry.casts, place))
         elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
             times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
             rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token
@@ -232,8 +229,15 @@ def _matmul_sizes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
             for made in entry.makes:
                 outputs = made.width / k
                 frozen = 0.0 if entry.weights else outputs
-                sizes.append(_Matmul(times, rows, outputs, entry.reads[0].width / k, frozen, entry.casts))
+                sizes.append(RankMatmul(times, rows, outputs, entry.reads[0].width / k, frozen, entry.casts, place))
     return sizes
+
+
+def rank_matmul_s(scenario: Scenario, matmul: RankMatmul) -> float:
+    """Seconds of one forward of a matmul; routers of other programs are small, and count like the matmuls beside
+    them."""
+    in_format = matmul.casts or not scenario.engine.features.casts_itself
+    return matmul.times * (linear_s if in_format else matmul_s)(scenario, *matmul.sizes)
 
 
 def _expert_gradients_s(scenario: Scenario, layout: Layout) -> float:
@@ -259,41 +263,6 @@ def _routing_wait_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> flo
         return 0.0
     read_s = constants.routing_wait_s if is_one_by_one or layout.ep > 1 else 0.0
     return read_s + (constants.expert_wait_s * experts.number / layout.ep if is_one_by_one else 0.0)
-
-
-def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: BlockTime) -> tuple[float, float]:
-    """Seconds in which a covered block is computed again in its backward, and seconds of what it sends for that.
-
-    torch.utils.checkpoint leaves out whatever is kept, and the last matmul with its reduction, which backward does not
-    need; of a mixture of ours it leaves out nothing else, for the last matmul is what saves its input. Around a
-    compiled block it leaves out nothing; nor does it leave out a matmul that overlaps its reduction. If anything is
-    kept, tp sends the gathers of sequence parallelism alone, half of what forward sends. If attention is kept, cp sends
-    nothing, unless it splits the heads around it. ep sends tokens again, unless they are kept, and no results. Separate
-    attention keeps no softmax.
-    """
-    recompute, description = Recompute.parse(layout.recompute), describe(scenario.model)
-    if scenario.engine.features.checkpointing == "megatron":
-        return (block.attention_s, 0.0) if recompute.is_selective else (block.forward_s, block.forward_tp_s)
-    if (kernels.compile == "blocks" or layout.overlaps_tp) and not recompute.is_selective:
-        return block.forward_s, block.forward_tp_s
-    matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
-    is_own_mixture = scenario.engine.features.nests_experts and description.experts is not None
-    matmuls_s -= 0.0 if layout.overlaps_tp or is_own_mixture else block.last_matmul_s
-    recompute_s, again_cp_s = block.elementwise_s, block.forward_cp_s
-    recompute_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
-    if name_kept(scenario, kernels) in recompute.kept:
-        recompute_s += score_traffic_s(scenario, layout, kernels)[0]
-        again_cp_s *= CONTEXT_METHODS[layout.cp_method].splits_heads
-    else:
-        recompute_s += block.attention_s
-    tp_s = block.forward_tp_s - block.forward_cp_s - block.forward_ep_s
-    exchanges = count_exchanges(scenario, recompute)
-    again_beside_s = again_cp_s + block.forward_ep_s / exchanges.forward * exchanges.again
-    if recompute.is_selective:
-        return recompute_s, again_beside_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
-    # The last reduction, half an all-reduce.
-    left_out = 0.0 if is_own_mixture else description.tp_closes_block / max(1, description.num_branches)
-    return recompute_s, again_beside_s + tp_s * (1 - left_out * (0.5 if layout.shards_sequence else 1.0))
 
 
 def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:

@@ -94,6 +94,8 @@ class Engine:
         if self.features.default_params != Precision().params:
             said["precision.params"] = (precision.params, "the format of the parameters that the optimizer updates")
         values = {name: getattr(self.features, name) for name in CHOICES}
+        if self.features.checkpointing != "megatron":
+            del values["recompute_modules"]
         return said | {name: (CHOICES[name].word(value), CHOICES[name].meaning) for name, value in values.items()}
 
     def with_constants_of(self, other: "Engine") -> "Engine":

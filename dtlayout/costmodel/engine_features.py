@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine_constants import Constants, RunAheadConstants
+from dtlayout.costmodel.recompute_modules import MODULES, USUAL_MODULES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout_keys import DISPATCHERS, OFFLOADS
@@ -29,18 +30,36 @@ class ToldFeature(NamedTuple):
     """Word in commands and tables → value of the feature."""
     meaning: str
     """Sentence on the feature, for lists of what a prediction assumes."""
+    takes_several: bool = False
+    """True if the feature is a tuple of values, at least one, whose words are joined by `JOINT`."""
 
     def word(self, value: Any) -> str:
         """The word for a value."""
+        if self.takes_several:
+            return JOINT.join(word for word, each in self.values.items() if each in value)
         return next(word for word, each in self.values.items() if each == value)
 
+    def find(self, word: str) -> Any:
+        """The value for a word; InvalidConfig, which says what else to use, for an unknown one."""
+        words = word.split(JOINT) if self.takes_several else [word]
+        if any(each not in self.values for each in words):
+            several = f", several joined by {JOINT}" * self.takes_several
+            raise InvalidConfig(f"{word} is unknown; use {' or '.join(self.values)}{several}")
+        found = tuple(value for each, value in self.values.items() if each in words)
+        return found if self.takes_several else found[0]
 
+
+JOINT = "+"
+"""Sign between several words for one feature."""
 _YES_OR_NO = {"true": True, "false": False}
 CHOICES = {
     "overlap_dp": ToldFeature(_YES_OR_NO, "gradients are reduced and parameters gathered while the GPU computes"),
     "overlap_pp": ToldFeature(_YES_OR_NO, "a pipeline's messages are sent while the GPU computes"),
     "cuda_graphs": ToldFeature(
         {word: word for word in ("none", "attention", "full")}, "kernels that the host starts all at once"
+    ),
+    "recompute_modules": ToldFeature(
+        {name: name for name in MODULES}, "the modules that selective recomputation computes again", takes_several=True
     ),
 }
 """Feature that a run may be told → its values."""
@@ -175,7 +194,9 @@ class Features:
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """Function that recomputes. torch: torch.utils.checkpoint, which stops once backward has its inputs, and can keep
     any operation. megatron: a function that runs all of a block's forward, and whose selective recomputation covers
-    attention alone."""
+    `recompute_modules`."""
+    recompute_modules: tuple[str, ...] = USUAL_MODULES
+    """Modules that selective recomputation computes again where `checkpointing` is megatron, of `MODULES`."""
     kept_matmuls: float = 1.0
     """Share of a block's matmuls whose results selective recomputation keeps, if it keeps any."""
     nests_experts: bool = False
@@ -208,7 +229,7 @@ class Features:
         known = {
             "axes": KNOWN_AXES, "ep_dispatchers": DISPATCHERS, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS,
             "matmuls": MATMUL_FORMATS, "data_parallel": DATA_PARALLEL, "other_reduces": BYTES, "choices": CHOICES,
-            "untrained": _MODEL_DEFAULTS,
+            "untrained": _MODEL_DEFAULTS, "recompute_modules": MODULES,
         }  # fmt: skip
         problems = [
             f"features.{field}: {name!r} is unknown; use some of {list(names)}"
@@ -257,16 +278,19 @@ class Features:
 
         InvalidConfig for a choice that the program does not have, and for a word that is none of its values.
         """
-        problems = []
+        problems, values = list[str](), dict[str, Any]()
         for name, word in asked.items():
             if name not in self.choices:
                 known = f"use one of {', '.join(self.choices)}" if self.choices else "it has no choices"
                 problems.append(f"{name}={word} is no choice of this engine; {known}")
-            elif word not in CHOICES[name].values:
-                problems.append(f"{name}={word} is unknown; use {' or '.join(CHOICES[name].values)}")
+                continue
+            try:
+                values[name] = CHOICES[name].find(word)
+            except InvalidConfig as error:
+                problems += [f"{name}={problem}" for problem in error.problems]
         if problems:
             raise InvalidConfig(problems)
-        return replace(self, **{name: CHOICES[name].values[word] for name, word in asked.items()})
+        return replace(self, **values)
 
     @property
     def kind_of_constants(self) -> type["Constants"]:

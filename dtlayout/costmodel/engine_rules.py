@@ -9,6 +9,7 @@ from dataclasses import replace
 from dtlayout.base.refusals import Refusal, describe, show_value
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine
 from dtlayout.costmodel.engine_features import KNOWN_AXES
+from dtlayout.costmodel.recompute_modules import MODULES, USUAL_MODULES, find_missing, list_parts
 from dtlayout.models.families import FAMILIES
 from dtlayout.models.families import describe as describe_model
 from dtlayout.models.operations import Linear
@@ -33,7 +34,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
         *_check_ep_overlap(layout),
         *check_schedule(engine, layout.schedule),
         *check_zero(engine, layout.zero, layout.pp),
-        *check_recompute(engine, layout.recompute),
+        *check_recompute(engine, layout.recompute, model),
         *check_data_parallel(engine, layout.dp_replicate, layout.dp_shard),
         *_check_sequence_parallel(engine, layout),
         *_check_stages(engine, layout, model),
@@ -89,16 +90,39 @@ def check_zero(engine: Engine, zero: int, pp: int) -> list[Refusal]:
     return [_lack(engine, f"layout.zero={zero}{where}", f"use zero={most}{' or less' * (most > 1)}")]
 
 
-def check_recompute(engine: Engine, recompute: str) -> list[Refusal]:
-    """The kind of recomputation is one of the engine's: those it names, or those its checkpointing can do."""
+def check_recompute(engine: Engine, recompute: str, model: ModelShape) -> list[Refusal]:
+    """The kind of recomputation is one of the engine's: those it names, or those its checkpointing can do.
+
+    The model has the modules that a selective one computes again, where the program would refuse them.
+    """
     asked = f"layout.recompute={recompute}"
     if known := engine.features.recompute:
         parsed = Recompute.parse(recompute)
         kind = recompute if not parsed.is_partial else "every-N" if parsed.number == 1 else "N-of-M"
         return [] if kind in known else [_lack(engine, asked, f"use {' or '.join(known)}")]
-    if engine.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1:
+    parsed = Recompute.parse(recompute)
+    if engine.features.checkpointing == "torch" or not parsed.is_selective:
         return []
-    return [_lack(engine, asked, "use selective, which computes attention alone again, or full")]
+    if len(parsed.kept) == 1:
+        return [_lack(engine, asked, f"use selective, which computes {_show_modules(engine)} again, or full")]
+    return _check_modules(engine, model)
+
+
+def _show_modules(engine: Engine) -> str:
+    modules = engine.features.recompute_modules
+    return "attention alone" if modules == USUAL_MODULES else " and ".join(modules)
+
+
+def _check_modules(engine: Engine, model: ModelShape) -> list[Refusal]:
+    """The model has parts of which modules are made that the program does not take without them."""
+    modules = [name for name in engine.features.recompute_modules if MODULES[name].is_refused]
+    return [
+        Refusal(
+            "recompute_modules", f"recompute_modules={name} needs {parts}, and {model.name} has none",
+            f"leave {name} out of recompute_modules",
+        )
+        for name, parts in (find_missing(modules, list_parts(model)) if modules else {}).items()
+    ]  # fmt: skip
 
 
 def check_data_parallel(engine: Engine, dp_replicate: int, dp_shard: int) -> list[Refusal]:

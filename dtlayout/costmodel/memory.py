@@ -12,17 +12,19 @@ arXiv:2205.05198, sec. 4.
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from dtlayout.costmodel.engine_constants import RunAheadConstants
 from dtlayout.costmodel.forward_only import find_differentiated
 from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
+from dtlayout.costmodel.recompute_modules import find_again
 from dtlayout.costmodel.scenario import Scenario, count_state_shards, format_sizes, fullest_share, tokens_of
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import NO_ATTENTION
 from dtlayout.models.families import block_tape, describe
-from dtlayout.models.tape import TapeOptions
+from dtlayout.models.tape import BlockTensor, TapeOptions
 from dtlayout.models.weight import Weight
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
@@ -268,19 +270,33 @@ def activation_bytes(
         layers = find_differentiated(scenario.model, chunk)
         held, covered = 0.0, recompute.count(layers)
         for kind, count in scenario.model.kinds(layers):
-            whole, kept = bytes_of[kind]
+            block = bytes_of[kind]
             c = covered * count / max(1, len(layers))
-            held += c * kept + (count - c) * whole
-            working_set = max(working_set, whole - kept if c else 0.0)
+            held += c * block.kept + (count - c) * block.whole
+            working_set = max(working_set, block.again if c else 0.0)
         by_chunk.append(held)
     return tokens * (max(weigh_moments(peaks, by_chunk)) + working_set)
 
 
-def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
-    """Kept by a block for backward, for each token: all of it, and what is left where it is recomputed.
+class KeptBytes(NamedTuple):
+    """Bytes that a block keeps for its backward, for each token."""
+
+    whole: float
+    """Bytes that it keeps without recomputation."""
+    kept: float
+    """Bytes that are left where it is recomputed."""
+    again: float
+    """Most bytes that are there again at once while it is recomputed. Modules of the feed-forward are, and after its
+    backward those of attention: output-discarding checkpoints of one half all run at the start of its backward."""
+
+
+def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> KeptBytes:
+    """Bytes that a block keeps for its backward, for each token.
 
     The tape says what each step saves; a number for each row is left out. Sequence parallelism splits what norms read,
     and what they write where inputs are gathered again; tp what lies inside a branch, and the tokens of experts.
+    Selective recomputation keeps all but what its modules free (recompute_modules.py); of attention alone that is what
+    attention saves beside the tape (arXiv:2205.05198, sec. 5).
     """
     model, features, constants = scenario.model, scenario.engine.features, scenario.engine.constants
     h, t = model.hidden_size, layout.tp
@@ -291,16 +307,31 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
         beside["norm"] = constants.norm_saved_bytes / 2
     num_kept = 3 if features.fuses_swiglu else find_kernel(SwigluKernel, kernels.swiglu).num_kept
     held, sizes = constants.block_saved_bytes * h, format_sizes(scenario)._asdict()
-    for entry in block_tape(model, TapeOptions(num_gated_kept=num_kept - 1, fullest=fullest_share(scenario, layout))):
+    is_selective = "matmuls" in Recompute.parse(layout.recompute).kept
+    tape = block_tape(model, TapeOptions(num_gated_kept=num_kept - 1, fullest=fullest_share(scenario, layout)))
+    again = find_again(tape, features.recompute_modules if is_selective else ())
+
+    def size(tensor: BlockTensor) -> float:
+        return sizes[tensor.format] * tensor.width / ranks[tensor.spread]
+
+    scores, freed = score_bytes(scenario, layout, kernels), {"attention": 0.0, "feed-forward": 0.0}
+    for place, entry in enumerate(tape):
         own = [each for each in entry.saves if each.format != "exact" or entry.kind == "mixer"]
-        kept = sum([sizes[each.format] * each.width / ranks[each.spread] for each in own])
         read = entry.reads[0]
-        held += kept + (beside[entry.kind] * read.width / ranks[read.spread] if entry.kind in beside else 0.0)
-    whole = held + score_bytes(scenario, layout, kernels)
-    recompute = Recompute.parse(layout.recompute)
-    if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
-        return whole, held
-    return whole, sizes["compute"] * h / shared
+        more = beside[entry.kind] * read.width / ranks[read.spread] if entry.kind in beside else 0.0
+        held += sum([size(each) for each in own]) + more
+        for each in own:
+            if half := again.freed.get(each.name):
+                freed[half] += size(each)
+        if place in again.places:
+            freed["attention" if place < again.end else "feed-forward"] += more
+            freed["attention"] += scores if entry.kind == "attention" else 0.0
+    whole = held + scores
+    if not is_selective:
+        kept = sizes["compute"] * h / shared
+        return KeptBytes(whole, kept, whole - kept)
+    kept = whole - sum(freed.values()) + sum([size(each) for each in again.kept])
+    return KeptBytes(whole, kept, max(freed.values()))
 
 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -342,5 +373,5 @@ def run_ahead_bytes(
     ahead = max(0.0, 1 - constants.run_ahead_host_s / layer_s)
     in_flight = max(weigh_moments(peaks, [1] * len(chunks)))
     more = min(constants.run_ahead_microbatches, max(0, m - in_flight)) if constants.run_ahead_microbatches else 0.0
-    per_microbatch = sum(len(chunk.layers) for chunk in chunks) * block_bytes_per_token(scenario, layout, kernels)[0]
+    per_microbatch = sum(len(chunk.layers) for chunk in chunks) * block_bytes_per_token(scenario, layout, kernels).whole
     return ahead * tokens * (constants.message_saved_bytes * h * in_flight + more * per_microbatch)

@@ -72,7 +72,12 @@ def fullest_tape(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[
 
 
 def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Bytes moved for each token by the elementwise kernels of a block, forward and backward.
+    """Bytes moved for each token by the elementwise kernels of a block, forward and backward."""
+    return sum(list_elementwise_bytes(scenario, layout, kernels))
+
+
+def list_elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[float]:
+    """Bytes moved for each token by the elementwise kernel of each entry of a block's tape, forward and backward.
 
     `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each. KeyError for a kind of entry
     that nobody has priced.
@@ -95,12 +100,13 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
     }
     per_norm_byte = constants.norm_traffic_bytes / 2 / _SEPARATE_NORM_BYTES
     tape = fullest_tape(scenario, layout, kernels)
-    total = 0.0
+    found = list[float]()
     for entry, after in zip_longest(tape, tape[1:]):
         if entry.kind in _WITHOUT_PASSES or (entry.kind == "activation" and entry.continues):
-            continue  # the second half of an activation is priced with the first
+            found.append(0.0)  # the second half of an activation is priced with the first
+            continue
         if entry.kind == "mixer":
-            total += 3 * choose_moved(scenario, entry.moves) * entry.makes[0].width
+            found.append(3 * choose_moved(scenario, entry.moves) * entry.makes[0].width)
             continue
         tensor, price = entry.reads[0], moved[entry.kind]
         if any(entry.moves) and not kernels.compiles_blocks:
@@ -112,8 +118,8 @@ def elementwise_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> f
                 is_gated = tensor.width < sum(each.width for each in entry.reads) or (after and after.continues)
                 usual = widening * (_GATED_BYTES if is_gated else _PASS_BYTES)
                 price += 3 * max(0.0, choose_moved(scenario, entry.moves) - usual)
-        total += price * tensor.width / ranks[tensor.spread]
-    return total
+        found.append(price * tensor.width / ranks[tensor.spread])
+    return found
 
 
 def is_rope_fused(scenario: Scenario, kernels: Kernels) -> bool:
@@ -123,7 +129,12 @@ def is_rope_fused(scenario: Scenario, kernels: Kernels) -> bool:
 
 
 def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Bytes moved for each token of a block by casts for its linear layers, forward and backward.
+    """Bytes moved for each token of a block by casts for its linear layers, forward and backward."""
+    return sum(list_cast_bytes(scenario, layout, kernels))
+
+
+def list_cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[float]:
+    """Bytes moved for each token by casts for each entry of a block's tape, forward and backward.
 
     Cast are the input of each layer, once where several read the same, and the gradient of its output. Our trainer
     casts it for each layer, unless a compiler sees that the casts are the same: under tp each layer has a scale of its
@@ -131,18 +142,20 @@ def cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     are apart (`weight_cast_bytes`); a router stays as it is.
     """
     if (fmt := scenario.precision.matmul_format) is None:
-        return 0.0
-    ranks, elements, cast = ranks_by_spread(layout), 0.0, set[str]()
+        return []
+    ranks, found, cast = ranks_by_spread(layout), list[float](), set[str]()
     merges = kernels.compiles_blocks and (layout.tp == 1 or scenario.precision.matmuls != "fp8-tensorwise")
     is_own = scenario.engine.features.casts_itself
     repeats = is_own and not merges
     for entry in fullest_tape(scenario, layout, kernels):
+        elements = 0.0
         if entry.casts:
             new = [each for each in entry.reads if repeats or each.name not in cast]
             new *= len(entry.makes) if is_own and entry.kind == "experts" else 1
-            elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
+            elements = sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
             cast.update(each.name for each in new)
-    return fmt.cast_bytes * elements
+        found.append(fmt.cast_bytes * elements)
+    return found
 
 
 def weight_cast_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:

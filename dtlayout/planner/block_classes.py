@@ -14,10 +14,10 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, StageLayout, key_of
-from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.engine_rules import allows_ep_overlap
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.forward_only import has_forward_only
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.planner.kernel_choices import KernelChoices, with_one_loss
 from dtlayout.planner.space import Degrees, ScheduleChoice, Space
 from dtlayout.schedules.schedules import find_schedule

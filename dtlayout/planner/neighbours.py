@@ -124,7 +124,9 @@ def list_choices(space: Space, best: Estimate) -> Iterator[tuple[str, Any]]:
     is_open = layout.pp > 1 and "schedule" not in space.fixed  # which says with how many virtual stages it goes
     others["virtual_stages"] = [1 if layout.virtual_stages > 1 else 2] if is_open else []
     others["zero"] = [1, 2, 3] if layout.dp > 1 else []
-    others["recompute"] = [each for each in _COMPARED_RECOMPUTE if not check_recompute(space.scenario.engine, each)]
+    others["recompute"] = [
+        each for each in _COMPARED_RECOMPUTE if not check_recompute(space.scenario.engine, each, space.scenario.model)
+    ]
     others["sequence_parallel"] = [not layout.sequence_parallel] if layout.tp > 1 else []
     others["tp_overlap"] = [not layout.tp_overlap] if layout.shards_sequence and space.has_axis("tp_overlap") else []
     others |= space.known_kernels

@@ -197,9 +197,9 @@ def _count_block_bytes(kinds: Sequence[tuple[Scenario, SizesOf]], layout: Layout
 def _count_bytes_of_kind(scenario: Scenario, size_of: SizesOf, layout: Layout, kernels: Kernels) -> BlockBytes:
     if scenario.engine.features.sharding != "fsdp2":
         tokens = tokens_of(scenario, layout)
-        whole, kept = memory.block_bytes_per_token(scenario, layout, kernels)
+        block = memory.block_bytes_per_token(scenario, layout, kernels)
         logits = memory.logit_bytes(scenario, layout)
-        return BlockBytes(tokens * whole, tokens * kept, tokens * (whole - kept), logits)
+        return BlockBytes(tokens * block.whole, tokens * block.kept, tokens * block.again, logits)
     size, recompute = size_of(key_of(layout, BlockLayout), kernels), Recompute.parse(layout.recompute)
     kept = size.kept(recompute, recompute.every - 1) if recompute.every else size.block
     # A backward begins where most is in flight, with a block that is surely recomputed only if all are.

@@ -270,7 +270,9 @@ class Space:
         """Kinds of recomputation that the engine has."""
         layers, engine = self.scenario.model.num_layers, self.scenario.engine
         kinds = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers]
-        return self.choose("recompute", [kind for kind in kinds if not check_recompute(engine, kind)])
+        return self.choose(
+            "recompute", [kind for kind in kinds if not check_recompute(engine, kind, self.scenario.model)]
+        )
 
     @cached_property
     def kernels(self) -> list[Kernels]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.costmodel.engine_features import CHOICES
+from dtlayout.costmodel.engine_features import CHOICES, ToldFeature
 from dtlayout.records.run import Outcome
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernel_table import KERNELS as KERNELS_BY_OPERATION
@@ -76,6 +76,11 @@ def _maybe(names: Iterable[str]) -> Cell:
     return _one_of({"": None, **{name: name for name in names}})
 
 
+def _told(feature: ToldFeature) -> Cell:
+    """A cell that is empty or a word for a feature."""
+    return lambda text: feature.word(feature.find(text)) if text else None
+
+
 def _recompute(text: str) -> str | None:
     if text:
         Recompute.parse(text)
@@ -122,7 +127,7 @@ COLUMNS: dict[str, Cell] = {
     "cp_method": _maybe(CONTEXT_METHODS),
     "ep_dispatcher": _maybe(DISPATCHERS),
     **dict.fromkeys(("gradients", "state_format"), _maybe(BYTES)),
-    **{name: _maybe(choice.values) for name, choice in CHOICES.items()},
+    **{name: _told(choice) for name, choice in CHOICES.items()},
     **{column: _maybe(KERNELS_BY_OPERATION[operation]) for column, operation in KERNEL_COLUMNS.items()},
 }  # fmt: skip
 """Column → function that reads its cells."""

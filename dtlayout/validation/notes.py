@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from dtlayout.costmodel.recompute_modules import MODULES
+
 Found = Mapping[str, Any]
 """Column → value of its cell."""
 
@@ -42,6 +44,10 @@ _NOTES = (
     _note(r"\bno overlap of any kind\b", overlap_dp="false", overlap_pp="false", tp_overlap=False),
     _note(r"\bno gradient or parameter overlap\b", overlap_dp="false"),
     _note(r"\bfp32 gradient reduce\b", gradients="float32"),
+    _note(
+        rf"\brecompute (?:modules )?((?:\w+\+)*(?:{'|'.join(MODULES)})\b(?:\+\w+)*)",
+        lambda found: {"recompute": "selective", "recompute_modules": found[1]},
+    ),
     _note(r"\bcuda graphs local:full_iteration\b", cuda_graphs="full"),
     _note(r"\bcuda graphs transformer_engine\b", cuda_graphs="attention"),
     _note(r"\bflash_attention_2\b", attention="flash-attn"),

@@ -7,7 +7,8 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine import find_engine, known_engines
-from dtlayout.costmodel.engine_features import CHOICES, Features
+from dtlayout.costmodel.engine_features import CHOICES, JOINT, Features
+from dtlayout.costmodel.recompute_modules import MODULES
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.cluster import gpu_named
 from dtlayout.spec.optimizers import OPTIMIZERS, AdamW, Optimizer
@@ -70,11 +71,16 @@ def _lacks_ranks(cells: Cells) -> bool:
     return bool(re.search(r"\bMLA\b", cells["note"])) and not cells["kv_rank"]
 
 
+def _knows_modules(cells: Cells) -> bool:
+    """Whether all recompute modules are known that a note names; a column is checked where it is read."""
+    return not cells["recompute_modules"] or {*cells["recompute_modules"].split(JOINT)} <= MODULES.keys()
+
+
 def _has_no_choice(cells: Cells) -> bool:
     """Whether a row says of its program what that cannot be told."""
     if not (known := _known_features(cells)):
         return False
-    asked = {name: CHOICES[name].values[cells[name]] for name in CHOICES if cells[name]}
+    asked = {name: CHOICES[name].find(cells[name]) for name in CHOICES if cells[name]} if _knows_modules(cells) else {}
     return any(name not in known.choices and getattr(known, name) != value for name, value in asked.items())
 
 
@@ -107,7 +113,8 @@ _REASONS: dict[str, Callable[[Cells], Any]] = {
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in known_optimizers(),
     "tokens are dropped": lambda row: row["drops_tokens"],
     "experts are split by tp": lambda row: (row["expert_tp"] or 1) > 1,
-    "engine {engine} cannot be told overlap_dp, overlap_pp or cuda_graphs as stated": _has_no_choice,
+    "recompute_modules {recompute_modules} are not known": lambda row: not _knows_modules(row),
+    "engine {engine} cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated": _has_no_choice,
     "engine {engine} has no schedule {schedule}": _has_no_schedule,
     "engine {engine} has no zero={zero} in pipelines": _has_no_zero,
     "schedule {schedule} is not known": lambda row: find_schedule(row) not in SCHEDULES,

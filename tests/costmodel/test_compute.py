@@ -7,9 +7,10 @@ import pytest
 from small import GPU, US, scenario
 
 from dtlayout.costmodel.attention import attention_s
-from dtlayout.costmodel.compute import block_time, block_tp_s, head_time, host_s, recompute_time
+from dtlayout.costmodel.compute import block_time, block_tp_s, head_time, host_s
 from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.operators import linear_s, matmul_s
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.families import describe
 from dtlayout.spec.kernels import Kernels

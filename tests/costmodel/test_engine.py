@@ -288,7 +288,8 @@ def test_a_run_of_an_engine_can_be_told_its_choices_alone():
     with pytest.raises(InvalidConfig) as caught:
         megatron.told({"overlap_tp": "true", "cuda_graphs": "some"})
     assert caught.value.problems == [
-        "engine megatron: overlap_tp=true is no choice of this engine; use one of overlap_dp, overlap_pp, cuda_graphs",
+        "engine megatron: overlap_tp=true is no choice of this engine; use one of overlap_dp, overlap_pp, cuda_graphs, "
+        "recompute_modules",
         "engine megatron: cuda_graphs=some is unknown; use none or attention or full",
     ]
     with pytest.raises(InvalidConfig, match="engine dtlayout: overlap_dp=false is no choice of this engine; it has no"):
@@ -300,10 +301,33 @@ def test_what_a_prediction_assumes_of_an_engine_is_said_with_its_words():
     values = {name: value for name, (value, _) in megatron.assumptions(precision).items()}
     assert values == {
         "precision.reduce": "float32", "overlap_dp": "true", "overlap_pp": "false", "cuda_graphs": "none",
+        "recompute_modules": "core_attn",
     }  # fmt: skip
     own, precision = find_engine("dtlayout", GPU).told_formats({"reduce": "bfloat16"})
     assert own.assumptions(precision)["precision.reduce"][0] == "bfloat16"
     assert set(values) == {"precision.reduce", *CHOICES}
+    assert "recompute_modules" not in own.assumptions(precision), "torch's checkpoints know no modules"
+
+
+def test_a_run_is_told_several_modules_at_once_in_any_order():
+    megatron, precision = find_engine("megatron", GPU).told_formats({})
+    told = megatron.told({"recompute_modules": "moe_act+layernorm+moe_act"})
+    assert told.features.recompute_modules == ("layernorm", "moe_act")
+    assert told.assumptions(precision)["recompute_modules"][0] == "layernorm+moe_act"
+    for word in ("layernorm+gelu", "", "layernorm+"):
+        with pytest.raises(InvalidConfig) as caught:
+            find_engine("megatron", GPU).told({"recompute_modules": word})
+        assert caught.value.problems == [
+            f"engine megatron: recompute_modules={word} is unknown; use core_attn or layernorm or mla_up_proj or mlp "
+            "or moe or moe_act or shared_experts, several joined by +"
+        ]
+    for engine in ("megatron-2021", "torchtitan"):
+        with pytest.raises(InvalidConfig, match=f"engine {engine}: recompute_modules=mlp is no choice of this engine"):
+            find_engine(engine, GPU).told({"recompute_modules": "mlp"})
+    with pytest.raises(
+        InvalidConfig, match=r"features\.recompute_modules: 'gelu' is unknown; use some of \['core_attn', "
+    ):
+        Features(recompute_modules=("gelu",))
 
 
 def test_constants_change_and_what_a_run_is_told_stays():

@@ -8,7 +8,7 @@ from small import scenario as dense_scenario
 
 from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.comm import exchange_s
-from dtlayout.costmodel.compute import block_ep_s, block_time, host_s, recompute_time
+from dtlayout.costmodel.compute import block_ep_s, block_time, host_s
 from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2.blocks import Recomputed, WeightGradients, block_backward, block_forward
@@ -16,6 +16,7 @@ from dtlayout.costmodel.fsdp2.phase import sequence
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.fsdp2.units import UnitBytes, block_unit
 from dtlayout.costmodel.memory import block_bytes_per_token, count_stage_experts, count_stage_parameters
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, cut
 from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.models.counting import count_block_parameters, count_parameters
@@ -309,7 +310,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_their_optimizer():
 def test_experts_keep_copies_of_what_they_read():
     """k·(h + 4·f) instead of 4·f, and the router what gate reads elsewhere; bf16, over tp."""
     for layout in (Layout(), Layout(tp=2)):
-        eight, dense = (block_bytes_per_token(scenario(e), layout, Kernels())[0] for e in (EIGHT, None))
+        eight, dense = (block_bytes_per_token(scenario(e), layout, Kernels()).whole for e in (EIGHT, None))
         assert eight - dense == pytest.approx(2 * (2 * (1000 + 4 * 500) - 4 * 2000) / layout.tp)
 
 
@@ -404,7 +405,7 @@ def test_latent_attention_is_narrow_matmuls_and_attention_with_narrower_values()
     traffic = 1000 * (60 * 1000 + 15 * 400 + 12 * 2000 + 20 * 320)
     seconds = matmuls / 50e12 + 240 * US + attention / 50e12 + traffic / 1e12 / 3
     assert block_time(setting, Layout(), Kernels()).forward_s == pytest.approx(seconds)
-    bytes_held, _ = block_bytes_per_token(setting, Layout(), Kernels())
+    bytes_held = block_bytes_per_token(setting, Layout(), Kernels()).whole
     inputs = 2 * 1000 + 2 * 300 + 100 * 2 + 1000  # of norms and of matmuls: stream, q and kv; before attention and FFN
     kept = inputs + 1000 + 10 * (96 + 96 + 64 + 64) + 4 * 2000
     assert bytes_held == 2 * kept + 4 * 10
@@ -437,7 +438,7 @@ def test_the_fullest_rank_computes_and_gets_more_than_the_mean():
 def test_the_fullest_rank_holds_more_copies_of_tokens(features):
     even, uneven = (scenario(replace(EIGHT, imbalance=each), features=features) for each in (1.0, 1.5))
     layout = Layout(dp_shard=8, ep=4)
-    held = [block_bytes_per_token(each, layout, Kernels())[0] for each in (even, uneven)]
+    held = [block_bytes_per_token(each, layout, Kernels()).whole for each in (even, uneven)]
     copies = 2 * 2 * (1000 + 4 * 500)  # two of each token: what experts read, and the same inside
     assert held[1] - held[0] == pytest.approx(0.5 * copies)
     assert block_bytes_per_token(even, Layout(), Kernels()) == block_bytes_per_token(uneven, Layout(), Kernels())

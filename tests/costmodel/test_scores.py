@@ -6,11 +6,12 @@ import pytest
 from toys import TOYS, make_config
 
 from dtlayout.costmodel.attention import attention_s, flash_s, name_kept, score_traffic_s, scores_of, weigh_scores
-from dtlayout.costmodel.compute import block_time, recompute_time
+from dtlayout.costmodel.compute import block_time
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.fsdp2.memory import fullest_finder
 from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.operators import pass_s
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.traffic import count_eager_norms, elementwise_bytes, rank_tape
 from dtlayout.models.counting import count_attention_flops_per_token

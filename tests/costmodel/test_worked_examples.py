@@ -67,8 +67,8 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole(tp):
     """
     setting = scenario(find_preset("llama2-7b"), "a100-80g-sxm", 8, 8, 2048)
     h = setting.model.hidden_size
-    whole = {t: block_bytes_per_token(setting, Layout(tp=t, sequence_parallel=False), Kernels())[0] for t in (1, tp)}
-    sharded = block_bytes_per_token(setting, Layout(tp=tp, sequence_parallel=True), Kernels())[0]
+    whole = {t: block_bytes_per_token(setting, Layout(tp=t, sequence_parallel=False), Kernels()).whole for t in (1, tp)}
+    sharded = block_bytes_per_token(setting, Layout(tp=tp, sequence_parallel=True), Kernels()).whole
     assert whole[tp] == pytest.approx(8 * h + (whole[1] - 8 * h) / tp)
     assert sharded == pytest.approx(whole[1] / tp)
 

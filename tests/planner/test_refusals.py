@@ -47,10 +47,23 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine, advice
     layout = Layout(dp_shard=4, recompute="keep-attention")
     (problem,) = find_refusals(scenario(engine), layout, find_usual(engine).kernels)
     assert problem.startswith(f"layout.recompute=keep-attention is nothing that {engine} has; {advice}")
-    (problem,) = describe(check_recompute(find_engine(engine, "a100-80g-sxm"), "keep-matmuls"))
+    (problem,) = describe(check_recompute(find_engine(engine, "a100-80g-sxm"), "keep-matmuls", MODEL))
     assert advice in problem
     advised = explain(scenario(engine), replace(layout, recompute="full"), Kernels()).changes
     assert not any("keep-" in override for change in advised for override in change.overrides)
+
+
+def test_modules_that_a_model_lacks_take_selective_recomputation_from_the_search_and_no_other():
+    told = scenario("megatron").engine.told({"recompute_modules": "mla_up_proj+mlp"})
+    here, layout = replace(scenario("megatron"), engine=told), Layout(dp_shard=4, recompute="selective")
+    assert "selective" in Space(scenario("megatron")).recompute and "full" in Space(here).recompute
+    assert "selective" not in Space(here).recompute
+    (problem,) = find_refusals(here, layout, find_usual("megatron").kernels)
+    assert problem == (
+        f"recompute_modules=mla_up_proj needs latent attention, and {MODEL.name} has none; leave mla_up_proj out of "
+        "recompute_modules"
+    )
+    assert not find_refusals(here, replace(layout, recompute="full"), find_usual("megatron").kernels)
 
 
 def test_a_mixture_of_experts_is_searched_for_engines_that_have_it():

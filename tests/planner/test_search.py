@@ -35,15 +35,16 @@ SMALL = replace(SHAPE, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=
 
 
 def scenario(
-    num_gpus=8, model=SMALL, *, batch=16, seq_len=512, engine="dtlayout", gpu="a100-80g-sxm", memory=None, per_node=4
-):
+    num_gpus=8, model=SMALL, *, batch=16, seq_len=512, engine="dtlayout", gpu="a100-80g-sxm", memory=None, per_node=4,
+    **told,
+):  # fmt: skip
     found = find_gpu(gpu)
     found = replace(found, memory_bytes=memory) if memory else found
     return Scenario(
         model=model,
         batch=Batch(global_batch=batch, seq_len=seq_len),
         cluster=Cluster(gpu=found, num_gpus=num_gpus, gpus_per_node=per_node),
-        engine=find_engine(engine, gpu),
+        engine=find_engine(engine, gpu).told(told),
     )
 
 
@@ -150,7 +151,10 @@ SCENARIOS = {
     "long on torchtitan": scenario(
         4, engine="torchtitan", gpu="h100-80g-sxm", batch=2, seq_len=16_384, memory=int(30e9)
     ),
-    "experts on megatron": scenario(4, EXPERTS, engine="megatron", gpu="h100-80g-sxm", batch=8, memory=int(20e9)),
+    "experts on megatron": scenario(
+        4, EXPERTS, engine="megatron", gpu="h100-80g-sxm", batch=8, memory=int(20e9),
+        recompute_modules="core_attn+layernorm+moe",
+    ),
     "experts on prime-rl": scenario(8, EXPERTS, engine="prime-rl", gpu="h100-80g-sxm", memory=int(20e9)),
     "fsdp1": scenario(engine="fsdp1", memory=int(20e9)),
     "muon": replace(scenario(4, batch=8, memory=int(12e9)), optimizer=Muon()),

@@ -20,7 +20,8 @@ from dtlayout.spec.model_shape import Experts, LatentAttention
 SCRIPT = Path(__file__).parent / "megatron_newest" / "latent.sh"
 LATENT = {"query_rank": 1536, "kv_rank": 512, "rope_width": 64, "value_width": 128}
 UNDERSTOOD: dict[str, Any] = {
-    "engine": "megatron", "gpus": (128, 8), "told": {"overlap_dp": "true"},
+    "engine": "megatron", "gpus": (128, 8),
+    "told": {"overlap_dp": "true", "recompute_modules": "layernorm+mla_up_proj+mlp+moe"},
     "model": {
         "family": "deepseek_v3", "num_layers": 61, "hidden_size": 7168, "ffn_size": 18432, "num_heads": 128,
         "num_kv_heads": 128, "head_dim": 192, "vocab_size": 129280, "gated_ffn": True, "tied_embeddings": False,
@@ -82,7 +83,7 @@ PARTS = {
 }  # fmt: skip
 REFUSED = """
     --mtp-num-layers 1 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity --moe-latent-size 64
-    --moe-shared-expert-gate --moe-extended-tp --moe-layer-recompute --moe-router-topk-limited-devices 2
+    --moe-shared-expert-gate --moe-extended-tp --moe-router-topk-limited-devices 2
     --window-size 128,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 4 --attention-output-gate
     --linear-attention-freq 4 --experimental-attention-variant dsa --spec a --hybrid-override-pattern M-
     --is-hybrid-model --mamba-state-dim 8 --heterogeneous-layers-config-path x --enable-gpt-oss --optimizer-cpu-offload
@@ -142,6 +143,49 @@ def test_what_some_options_say():
     aware = read(f"{BASE}--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8").problems
     assert aware == ["--exp-avg-dtype bf16, --exp-avg-sq-dtype fp8 is not predicted; fp32 or bf16 for both is"]
     assert read(f"{BASE}--quick-geglu 3").problems == ["--quick-geglu takes no value, and has 3"]
+
+
+def test_selective_recomputation_names_its_modules():
+    selective = f"{BASE}--recompute-granularity selective"
+    for words, told in {
+        "": None, " --recompute-modules core_attn": None, " --recompute-modules moe_act layernorm": "layernorm+moe_act",
+        " --recompute-modules moe": "moe", " --moe-layer-recompute": "core_attn+moe",
+        " --recompute-modules moe_act --moe-layer-recompute": "moe+moe_act",
+    }.items():  # fmt: skip
+        found = read(selective + words)
+        assert not found.problems and found.get("layout", "recompute") == "selective"
+        assert found.told.get("recompute_modules") == told
+    assert read(f"{BASE}--moe-layer-recompute").get("layout", "recompute") == "selective"
+    nothing = read(f"{selective} --recompute-modules")
+    assert nothing.get("layout", "recompute") == "none" and "recompute_modules" not in nothing.told
+
+
+def test_modules_that_the_model_or_the_recomputation_has_not_have_no_effect():
+    selective = f"{BASE}--recompute-granularity selective --recompute-modules"
+    rows = {row.option: (row.how, row.note) for row in read(f"{selective} mlp shared_experts moe").rows}
+    assert rows["--recompute-modules mlp"] == ("no effect", "the model has no dense feed-forward")
+    assert rows["--recompute-modules shared_experts"] == ("no effect", "the model has no shared expert")
+    dense = selective.replace("--num-experts 8", "")
+    rows = {row.option: (row.how, row.note) for row in read(f"{dense} layernorm").rows}
+    assert rows["--recompute-modules layernorm"] == ("no effect", "the model has no experts or latent attention")
+    for words, note in {"": "without --recompute-granularity", "full": "with --recompute-granularity full"}.items():
+        found = read(f"{BASE}--recompute-modules moe" + f" --recompute-granularity {words}" * bool(words))
+        assert [(row.how, row.note) for row in found.rows if "modules" in row.option] == [("no effect", note)]
+        assert not found.problems and "recompute_modules" not in found.told
+
+
+def test_modules_that_are_not_known_are_refused():
+    selective = f"{BASE}--recompute-granularity selective --recompute-modules"
+    assert read(f"{selective} moe gdn_norm_out").problems == [
+        "--recompute-modules gdn_norm_out is nothing that is known here; use core_attn or layernorm or mla_up_proj or "
+        "mlp or moe or moe_act or shared_experts"
+    ]
+    (problem,) = read(f"A=$1\npython pretrain_gpt.py {selective} $A").problems
+    assert problem.startswith("--recompute-modules is $1, argument 1 of the script")
+    assert read(f"{BASE}--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+                "--moe-layer-recompute").problems == [
+        "--moe-layer-recompute goes with selective recomputation, not with full"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -47,8 +47,8 @@ def parse_script(lines):
     options = {}
     for line in lines[start + 1 : end]:
         name, *values = shlex.split(line)
-        assert name.startswith("--") and len(values) <= 1
-        options[name[2:]] = values[0] if values else None
+        assert name.startswith("--")
+        options[name[2:]] = values if len(values) > 1 else values[0] if values else None
     return options
 
 
@@ -68,6 +68,8 @@ def write(engine, *args, **changes):
 def accepts(kind, value):
     if isinstance(kind, list):
         return value in kind
+    if isinstance(kind, dict):
+        return isinstance(value, list) and set(value) <= set(kind["some"])
     if kind == "flag":
         return value is None
     if isinstance(value, str) and kind in ("int", "float"):  # a word of a command line
@@ -91,6 +93,7 @@ def jobs(engine):
         yield (Layout(dp_shard=8),), {"reduce": "bfloat16", "told": {"overlap_dp": "false", "cuda_graphs": "full"}}
         yield (LAYOUTS["interleaved"],), {"compute": "float16", "told": {"overlap_pp": "false"}}
         yield (Layout(dp_shard=8),), {"told": {"cuda_graphs": "attention"}}
+        yield (LAYOUTS["zero2"],), {"told": {"recompute_modules": "core_attn+mlp"}}
     for model in (QWEN, DEEPSEEK):
         yield (Layout(dp_shard=8, ep=8),), {"model": model}
         yield (replace(SPREAD, pp=1) if engine == "torchtitan" else SPREAD,), {"model": model}
@@ -121,6 +124,10 @@ def test_megatron_is_told_what_its_prediction_assumes():
     assert {"grad-reduce-in-bf16", "no-overlap-p2p-communication"} <= other.keys()
     assert (other["cuda-graph-impl"], other["cuda-graph-scope"]) == ("local", "full_iteration")
     assert "bf16" not in write("megatron", LAYOUTS["dp"], compute="float16")[0]
+    again, _ = write("megatron", LAYOUTS["zero2"], told={"recompute_modules": "mlp+core_attn"})
+    assert (again["recompute-granularity"], again["recompute-modules"]) == ("selective", ["core_attn", "mlp"])
+    assert "recompute-modules" not in write("megatron", LAYOUTS["zero2"])[0], "core_attn is its default"
+    assert "recompute-modules" not in write("megatron", LAYOUTS["dp"], told={"recompute_modules": "mlp"})[0]
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)

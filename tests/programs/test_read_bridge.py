@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given
-from megatron_jobs import draw_jobs, list_differences, list_options
+from megatron_jobs import check_modules, draw_jobs, list_differences, list_options
 from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
@@ -49,7 +49,8 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "kernels": {"attention": "sdpa-cudnn"}, "optimizer": CLIPPED | {"lr": 2e-4, "weight_decay": 0.05},
     },
     "bridge/experts.yaml": {
-        "gpus": (32, 0), "told": {"overlap_dp": "true", "cuda_graphs": "attention"},
+        "gpus": (32, 0),
+        "told": {"overlap_dp": "true", "cuda_graphs": "attention", "recompute_modules": "layernorm+moe_act"},
         "model": EXPERTS | {
             "num_layers": 24,
             "experts": {"number": 128, "per_token": 8, "ffn_size": 768, "balance_loss": 0.001, "dense_layers": 1},
@@ -551,6 +552,7 @@ def check_round_trip(job: Any, own: dict[str, Any]) -> None:
     features = job.scenario.engine.features
     assert found.told["overlap_dp"] == str(features.overlap_dp).lower() or job.layout.dp == 1
     assert found.told.get("cuda_graphs", "none") == features.cuda_graphs
+    check_modules(job, found)
     if job.layout.virtual_stages > 1:
         assert found.told.get("overlap_pp", "true") == str(features.overlap_pp).lower()
 

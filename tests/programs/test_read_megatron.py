@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from megatron_jobs import check_modules
 from program_files import ROUND_TRIPS, check_understood, compare_job
 from program_jobs import LAYOUTS, job_of
 
 from dtlayout.base import toml
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.cli import main
+from dtlayout.costmodel.recompute_modules import MODULES
 from dtlayout.models.presets import PRESETS
 from dtlayout.programs.megatron import read as read_megatron
 from dtlayout.programs.megatron.read import read_stages
@@ -310,6 +312,7 @@ def compare(job: Job, found: Understood) -> None:
     if any("precision.matmuls" in gap for gap in gaps):
         differ |= {"matmuls"}
     compare_job(job, found, differ)
+    check_modules(job, found)
 
 
 DIVISORS = st.sampled_from([1, 2, 4])
@@ -334,7 +337,8 @@ def draw_jobs(draw: Any) -> Job:
     )  # fmt: skip
     optimizer = draw(st.sampled_from([AdamW(lr=1e-4, beta2=0.98, weight_decay=0.05), SGD(momentum=0.8)]))
     formats = draw(st.sampled_from([{}, {"matmuls": "fp8-tensorwise"}, {"compute": "float16"}]))
-    return job_of("megatron", layout, model=model, optimizer=optimizer, **formats)
+    told = {"recompute_modules": "+".join(draw(st.lists(st.sampled_from([*MODULES]), min_size=1)))}
+    return job_of("megatron", layout, model=model, optimizer=optimizer, told=told, **formats)
 
 
 @ROUND_TRIPS

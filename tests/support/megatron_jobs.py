@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 from program_jobs import job_of
 
 from dtlayout.base.errors import DtlayoutError
+from dtlayout.costmodel.engine_features import CHOICES
+from dtlayout.costmodel.recompute_modules import USUAL_MODULES
 from dtlayout.models.presets import PRESETS
 from dtlayout.programs.megatron.write import CHOSEN
 from dtlayout.programs.program import Job
 from dtlayout.programs.registry import PROGRAMS
+from dtlayout.programs.understood import Understood
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.optimizers import SGD, AdamW
 
@@ -19,7 +22,10 @@ FORMATS: list[dict[str, str]] = [
     {}, {"matmuls": "fp8-tensorwise"}, {"matmuls": "mxfp8"}, {"matmuls": "nvfp4"}, {"compute": "float16"},
     {"reduce": "bfloat16"},
 ]  # fmt: skip
-TOLD: list[dict[str, str]] = [{}, {"overlap_dp": "false"}, {"overlap_pp": "false"}, {"cuda_graphs": "full"}]
+TOLD: list[dict[str, str]] = [
+    {}, {"overlap_dp": "false"}, {"overlap_pp": "false"}, {"cuda_graphs": "full"}, {"recompute_modules": "mlp"},
+    {"recompute_modules": "core_attn+layernorm+moe"},
+]  # fmt: skip
 
 
 @st.composite
@@ -59,6 +65,13 @@ def list_options(job: Job) -> dict[str, list[str] | None] | None:
         return None
     words = [shlex.split(line) for line in lines[lines.index("ARGUMENTS=(") + 1 : lines.index(")")]]
     return dict.fromkeys(CHOSEN) | {name: values for name, *values in words}
+
+
+def check_modules(job: Job, found: Understood) -> None:
+    """Fail unless a job's modules of selective recomputation were read back, and none of another recomputation."""
+    is_selective = job.layout.effective.recompute == "selective"
+    own = job.scenario.engine.features.recompute_modules if is_selective else USUAL_MODULES
+    assert CHOICES["recompute_modules"].find(found.told.get("recompute_modules", *USUAL_MODULES)) == own
 
 
 def list_differences(job: Job) -> set[str]:

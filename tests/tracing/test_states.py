@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.costmodel.compute import block_time, recompute_time
+from dtlayout.costmodel.compute import block_time
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.engine_rules import find_layout_lacks
 from dtlayout.costmodel.memory import score_bytes
 from dtlayout.costmodel.operators import pass_s, state_s
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.adapters import adapt
 from dtlayout.models.counting import count_mixing_flops_per_token, count_parameters

@@ -216,8 +216,10 @@ def test_columns_say_what_a_run_of_its_program_is_told(tmp_path):
     engine = read(tmp_path, overlap_dp="false", overlap_pp="false", cuda_graphs="attention").scenario.engine
     assert (engine.features.overlap_dp, engine.features.overlap_pp) == (False, False)
     assert engine.features.cuda_graphs == "attention"
+    again = read(tmp_path, recompute="selective", recompute_modules="moe_act+layernorm").scenario.engine
+    assert again.features.recompute_modules == ("layernorm", "moe_act")
     assert find_reasons(tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", overlap_dp="false") == (
-        "engine fsdp1 cannot be told overlap_dp, overlap_pp or cuda_graphs as stated",
+        "engine fsdp1 cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated",
     )
 
 
@@ -246,6 +248,12 @@ def test_columns_name_kernels_methods_and_experts(tmp_path):
     [
         ("no overlap of any kind; fp32 gradient reduce", {"overlap_dp": "false", "gradients": "float32"}),
         ("no gradient or parameter overlap", {"overlap_dp": "false"}),
+        (
+            "a2a overlap; recompute modules layernorm+moe_act; dropless",
+            {"recompute": "selective", "recompute_modules": "layernorm+moe_act"},
+        ),
+        ("recompute core_attn; 20 steps", {"recompute": "selective", "recompute_modules": "core_attn"}),
+        ("recompute modules moe+gdn_norm_out", {"recompute_modules": "moe+gdn_norm_out"}),
         ("cuda graphs local:full_iteration", {"cuda_graphs": "full"}),
         ("cuda graphs transformer_engine:[attn+ moe_router]", {"cuda_graphs": "attention"}),
         ("MLA q_lora none kv_lora 512 qk 128+64 v 128", {"query_rank": 0, "kv_rank": 512, "rope_width": 64}),
@@ -261,6 +269,28 @@ def test_columns_name_kernels_methods_and_experts(tmp_path):
 def test_notes_are_read_into_columns(note, cells):
     found = read_note(note)
     assert cells.items() <= found.items() and bool(found) == bool(cells)
+
+
+def test_modules_of_a_note_are_what_the_run_is_told_and_a_column_goes_before_it(tmp_path):
+    note = "recompute modules mla_up_proj+mlp; dropless"
+    run = read(tmp_path, recompute="", note=note)
+    assert run.layout.recompute == "selective" and run.tells_memory
+    assert run.scenario.engine.features.recompute_modules == ("mla_up_proj", "mlp")
+    assert read(tmp_path, recompute="full", note=note).layout.recompute == "full"
+    engine = read(tmp_path, recompute="selective", recompute_modules="moe", note=note).scenario.engine
+    assert engine.features.recompute_modules == ("moe",)
+    assert read(tmp_path, recompute="selective").scenario.engine.features.recompute_modules == ("core_attn",)
+
+
+def test_modules_that_nobody_knows_are_a_reason_in_a_note_and_an_error_in_a_column(tmp_path):
+    assert find_reasons(tmp_path, recompute="selective", note="recompute modules moe+gdn_norm_out") == (
+        "recompute_modules moe+gdn_norm_out are not known",
+    )
+    with pytest.raises(InvalidConfig, match="column recompute_modules: gdn_norm_out is unknown; use core_attn or lay"):
+        read(tmp_path, recompute="selective", recompute_modules="gdn_norm_out")
+    assert find_reasons(
+        tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", recompute="selective", recompute_modules="mlp"
+    ) == ("engine fsdp1 cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated",)
 
 
 def test_a_row_that_leaves_recomputation_or_offload_open_does_not_tell_what_memory_holds(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.programs.megatron.layout import read_stages
-from dtlayout.programs.megatron.own_names import Assumed, Naming, Options, choice, flag, opposite, same
+from dtlayout.programs.megatron.own_names import Assumed, Naming, Options, choice, flag, listed, opposite, same
 
 _SAME: Mapping[str, str] = {
     "num_layers": "--num-layers", "hidden_size": "--hidden-size", "ffn_hidden_size": "--ffn-hidden-size",
@@ -24,7 +24,7 @@ _SAME: Mapping[str, str] = {
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
     "cp_comm_type": "--cp-comm-type", "recompute_granularity": "--recompute-granularity",
     "recompute_method": "--recompute-method", "recompute_num_layers": "--recompute-num-layers",
-    "recompute_modules": "--recompute-modules", "fp8": "--fp8-format", "fp8_recipe": "--fp8-recipe",
+    "fp8": "--fp8-format", "fp8_recipe": "--fp8-recipe",
     "fp4": "--fp4-format", "fp4_recipe": "--fp4-recipe", "cuda_graph_impl": "--cuda-graph-impl",
     "cuda_graph_scope": "--cuda-graph-scope", "num_moe_experts": "--num-experts",
     "moe_router_topk": "--moe-router-topk", "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
@@ -48,7 +48,7 @@ _FLAGS: Mapping[str, str] = {
     "external_cuda_graph": "--external-cuda-graph",
     "moe_enable_deepep": "--moe-enable-deepep", "moe_router_pre_softmax": "--moe-router-pre-softmax",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
-    "multi_latent_attention": "--multi-latent-attention",
+    "multi_latent_attention": "--multi-latent-attention", "moe_layer_recompute": "--moe-layer-recompute",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
@@ -101,7 +101,7 @@ OTHERWISE = (
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys((
         "cpu_offloading", "fine_grained_activation_offloading", "is_hybrid_model",
-        "moe_token_dropping", "moe_pad_expert_input_to_capacity", "moe_shared_expert_gate", "moe_layer_recompute",
+        "moe_token_dropping", "moe_pad_expert_input_to_capacity", "moe_shared_expert_gate",
         "fp8_dot_product_attention",
         "fp8_multi_head_attention", "hybrid_context_parallel", "apply_residual_connection_post_layernorm",
         "attention_output_gate", "qk_l2_norm", "use_mup", "fp32_residual_connection",
@@ -128,7 +128,7 @@ def list_fields(at: Callable[[str], str], left_out: Sequence[str] = ()) -> list[
     own: Mapping[str, Callable[[str], Naming]] = {
         "num_query_groups": _name_groups, "overlap_p2p_comm": lambda name: name_overlap(name, at),
         "moe_layer_freq": _name_dense, "pipeline_model_parallel_layout": _name_stages,
-        "attention_backend": _name_attention,
+        "attention_backend": _name_attention, "recompute_modules": lambda name: listed(name, "--recompute-modules"),
     }  # fmt: skip
     rules += [make(at(name)) for name, make in own.items() if name not in left_out]
     if "attention_backend" not in left_out:

@@ -7,9 +7,12 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import plural
+from dtlayout.costmodel.engine_features import JOINT
+from dtlayout.costmodel.recompute_modules import MODULES, USUAL_MODULES, BlockPart, find_missing
 from dtlayout.programs.megatron.options import MegatronOptions
 from dtlayout.programs.megatron.write import CONTEXT, SHARDED
-from dtlayout.programs.options import positive, string, whole
+from dtlayout.programs.options import ask_for, positive, string, whole
+from dtlayout.programs.shell.script import Unknown
 
 _DEGREES: Mapping[str, str] = {
     "--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp", "--context-parallel-size": "cp",
@@ -19,6 +22,8 @@ _DEGREES: Mapping[str, str] = {
 _LONGEST = 8
 """Most blocks of a period by which those are said that stages of different lengths compute again."""
 _FSDP = ("--use-megatron-fsdp", "--use-custom-fsdp")
+_MODULES, _OLDER = "--recompute-modules", "--moe-layer-recompute"
+"""Option that names the modules of selective recomputation, and an older one that adds moe to them."""
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 """Options that count a table, or the loss, as a block of the first or the last stage."""
@@ -174,27 +179,79 @@ def _read_sharding(reader: MegatronOptions, ranks_of_model: int) -> None:
 def _read_recompute(reader: MegatronOptions) -> None:
     found = reader.found
     which, how_blocks, count = "--recompute-granularity", "--recompute-method", "--recompute-num-layers"
-    how = reader.value(which, string)
+    how, modules = reader.value(which, string), _read_modules(reader)
     method, number = reader.value(how_blocks, string), reader.value(count, positive)
-    modules = reader.options.get("--recompute-modules", []) if reader.has("--recompute-modules") else []
-    if reader.has("--recompute-activations"):
-        how = how or "selective"
+    for name in ("--recompute-activations", _OLDER):
+        if reader.has(name):
+            how = how or "selective"
+    if how == "selective":
+        names = (which, "--recompute-activations", _OLDER)
+        reader.note("layout", {"recompute": "none" if modules == () else "selective"}, *names)
+        _note_modules(reader, modules)
+        return
+    if reader.is_there(_OLDER):
+        found.problems.append(f"{reader.call(_OLDER)} goes with selective recomputation, not with {how}")
+    if reader.is_there(_MODULES):
+        reason = f"with {reader.show(which)}" if how else f"without {reader.call(which)}"
+        found.ignore(reader.show(_MODULES), reason, "no effect")
     if how is None:
         if method or number:
             name = how_blocks if method else count
             shown = reader.show(name) if reader.said else reader.call(name)
             found.ignore(shown, f"without {reader.call(which)}", "no effect")
         return
-    if how == "selective":
-        otherwise = "attention alone is computed again here" if modules and modules != ["core_attn"] else ""
-        names = (which, "--recompute-activations", "--recompute-modules")
-        reader.note("layout", {"recompute": "selective"}, *names, otherwise=otherwise)
-        return
     stages = found.get("layout", "pp", 1) * found.get("layout", "virtual_stages", 1)
     layers = found.get("model", "num_layers", 1)
     is_even = layers % stages == 0 and len({*(found.get("layout", "stage_layers") or ())}) < 2
     ours, note = _choose_blocks(method, number, layers, stages, is_even=is_even)
     reader.note("layout", {"recompute": ours}, which, how_blocks, count, otherwise=note)
+
+
+def _read_modules(reader: MegatronOptions) -> tuple[str, ...] | None:
+    """Modules that the file names, of `MODULES`, in their order there; None where it names none itself."""
+    words = list(reader.options[_MODULES]) if reader.has(_MODULES) else None
+    if reader.is_there(_OLDER):
+        words = [*(USUAL_MODULES if words is None else words), "moe"]
+    for word in words or ():
+        if isinstance(word, Unknown):
+            reader.found.problems.append(ask_for(reader.call(_MODULES), word))
+        elif word.strip("'\"") not in MODULES:
+            what = f"{reader.call(_MODULES)} {word} is nothing that is known here"
+            reader.found.problems.append(f"{what}; use {' or '.join(MODULES)}")
+    named = [word.strip("'\"") for word in words or ()]
+    return None if words is None else tuple(name for name in MODULES if name in named)
+
+
+def _note_modules(reader: MegatronOptions, modules: tuple[str, ...] | None) -> None:
+    """Note the modules that selective recomputation computes again, and those that the model has not.
+
+    A model that only a name says may have any of them.
+    """
+    if not modules:
+        if modules == ():
+            reader.found.ignore(reader.show(_MODULES), "no module is computed again", "read")
+        return
+    told = JOINT.join(modules)
+    if modules != USUAL_MODULES:
+        reader.found.told["recompute_modules"] = told
+    reader.note_row(f"engine recompute_modules={told}", _MODULES, _OLDER)
+    model = reader.found.tables.get("model", {})
+    if "num_layers" not in model:
+        return
+    for name, parts in find_missing(modules, _list_parts(model)).items():
+        if not MODULES[name].is_refused:
+            reader.found.ignore(f"{reader.call(_MODULES)} {name}", f"the model has no {parts}", "no effect")
+
+
+def _list_parts(model: Mapping[str, Any]) -> set[BlockPart]:
+    """Parts that blocks of a model that was read have."""
+    experts = model.get("experts") or {}
+    has: dict[BlockPart, Any] = {
+        "attention": True, "latent attention": model.get("latent_attention"), "experts": experts,
+        "shared expert": experts.get("shared_ffn_size"),
+        "dense feed-forward": not experts or experts.get("dense_layers"),
+    }  # fmt: skip
+    return {part for part, there in has.items() if there}
 
 
 def _choose_blocks(

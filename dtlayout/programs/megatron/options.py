@@ -11,7 +11,8 @@ from dtlayout.programs.understood import Row, Understood
 FLAGS = frozenset((
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--add-qkv-bias", "--bf16",
     "--disable-bias-linear", "--enable-cuda-graph", "--external-cuda-graph", "--fp16", "--grad-reduce-in-bf16",
-    "--group-query-attention", "--moe-enable-deepep", "--moe-router-enable-expert-bias", "--moe-router-pre-softmax",
+    "--group-query-attention", "--moe-enable-deepep", "--moe-layer-recompute", "--moe-router-enable-expert-bias",
+    "--moe-router-pre-softmax",
     "--multi-latent-attention", "--no-overlap-p2p-communication", "--overlap-grad-reduce",
     "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--quick-geglu",
     "--recompute-activations", "--sequence-parallel", "--swiglu", "--tp-comm-overlap",

@@ -73,6 +73,16 @@ def same(name: str, option: str, default: Any = None) -> Naming:
     return Naming((name,), (option,), to, back, default, passes=True)
 
 
+def listed(name: str, option: str) -> Naming:
+    """A name whose value is a list of the option's words, also where there is one."""
+
+    def back(options: Options) -> Mapping[str, Any]:
+        words = options[option]
+        return {name: None if words is None else [_from_word(word) for word in words]}
+
+    return same(name, option)._replace(back=back)
+
+
 def flag(name: str, option: str, default: bool | None = None) -> Naming:
     """A truth value, true where the option is there."""
     return choice(name, {True: {option: []}, False: {option: None}}, default)

@@ -64,7 +64,6 @@ REFUSED: Mapping[str, str] = {
     "tokens behind the next": r"--mtp-.*", "tokens that experts drop": r"--moe-(expert-capacity-factor"
     r"|pad-expert-input-to-capacity|token-dropping)",
     "experts of another form": r"--moe-(latent-size|shared-expert-gate|extended-tp|router-topk-limited-devices)",
-    "experts that are computed again": r"--moe-layer-recompute",
     "attention to a window, or of another form": r"--(window-.*|softmax-type|no-rope-freq|attention-output-gate"
     r"|linear-.*|experimental-attention-variant|dsa-.*|chunked-attention.*)",
     "blocks of several kinds": r"--(hybrid-(override-pattern|attention-ratio|mlp-ratio|layer-pattern)|is-hybrid-model"

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.formatting import plural
+from dtlayout.costmodel.recompute_modules import USUAL_MODULES
 from dtlayout.models.families import find_family
 from dtlayout.programs.program import Arguments, Job, Program, choose
 from dtlayout.spec.model_shape import Experts
@@ -36,7 +37,7 @@ TOGETHER = tuple(
              "--decoder-last-pipeline-num-layers", "--no-overlap-p2p-communication",
              "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"},
             {"--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules",
-             "--recompute-activations"},
+             "--recompute-activations", "--moe-layer-recompute"},
             {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
              "--num-distributed-optimizer-instances", "--use-megatron-fsdp", "--use-custom-fsdp",
              "--data-parallel-sharding-strategy", "--ckpt-format"},
@@ -285,7 +286,9 @@ def _recompute(job: Job) -> tuple[list[str], list[str]]:
     """Arguments and gaps."""
     text, parsed = job.layout.recompute, Recompute.parse(job.layout.recompute)
     if parsed.is_selective:
-        return ["--recompute-granularity", "selective"], []
+        modules = job.scenario.engine.features.recompute_modules
+        named = [] if modules == USUAL_MODULES else ["--recompute-modules", *modules]
+        return ["--recompute-granularity", "selective", *named], []
     if parsed.every == 0:
         return [], []
     full = ["--recompute-granularity", "full", "--recompute-method"]
