@@ -79,17 +79,15 @@ def read(path: str | Path, what: str) -> dict[str, Any]:
         raise InvalidConfig(f"{what} {path} is not TOML: {error}") from None
 
 
-_CONSTANTS = Path(__file__).parents[1] / "constants"
-
-
 def read_constants(folder: str) -> dict[str, dict[str, Any]]:
     """Name → tables, for each file in a folder of the package's constants."""
-    return {path.name: read_constant_file(folder, path.name) for path in sorted((_CONSTANTS / folder).glob("*.toml"))}
+    paths = sorted(Path(__file__).parents[1].joinpath("constants", folder).glob("*.toml"))
+    return {path.name: read_constant_file(folder, path.name) for path in paths}
 
 
 def read_constant_file(*parts: str) -> dict[str, Any]:
     """The tables of one file of the package's constants, from its path there."""
-    return loads(_CONSTANTS.joinpath(*parts).read_text(encoding="utf-8"))
+    return loads(Path(__file__).parents[1].joinpath("constants", *parts).read_text(encoding="utf-8"))
 
 
 def parse_value(text: str) -> Any:

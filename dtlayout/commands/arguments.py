@@ -32,7 +32,7 @@ def show(options: argparse.Namespace, document: D, describe: Callable[[D], Itera
     if options.json:
         import json  # only now: most answers are read by people
 
-        print(json.dumps(strip_private(document), default=find_later, **{"indent": 2, **style}))
+        print(json.dumps(strip_private(document), **{"indent": 2, **style}))
     else:
         print("\n".join(describe(document)))
     return 0
@@ -41,18 +41,6 @@ def show(options: argparse.Namespace, document: D, describe: Callable[[D], Itera
 def print_note(text: str) -> None:
     """Print a note on stderr, beside the answer, folded at the width of the terminal."""
     print("\n".join(fold_notes([text])), file=sys.stderr, flush=True)
-
-
-class Later:
-    """A value of a document that takes long to compute, and is computed only where the document is printed."""
-
-    def __init__(self, find: Callable[[], Any]):
-        self.find = find
-
-
-def find_later(value: Later) -> Any:
-    """The value of a `Later`, as json.dumps asks for it."""
-    return value.find()
 
 
 class CommandAnswer(NamedTuple):

@@ -22,7 +22,7 @@ from dtlayout.base.confined import confined
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.files import parse_json
 from dtlayout.base.version import VERSION
-from dtlayout.commands.arguments import check_options, find_later, parse_options, strip_private
+from dtlayout.commands.arguments import check_options, parse_options, strip_private
 from dtlayout.costmodel.engine import OWN_ENGINE, known_engines
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
@@ -106,7 +106,7 @@ def ask(content: Any) -> dict[str, Any]:
                 except DtlayoutError as error:
                     document = _refuse(error, question, folder)
             document["asked"] = {"commands": [shlex.join(each) for each in commands], "notes": _list_notes(notes)}
-            text = _hide(json.dumps(document, default=find_later), folder)
+            text = _hide(json.dumps(document), folder)
     except FieldRefused as error:
         return _refuse(error)
     said: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)  # JSON has no infinity

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.base.errors import InvalidConfig
-from dtlayout.commands.arguments import JsonDocument, Later
+from dtlayout.commands.arguments import JsonDocument
 from dtlayout.commands.engine_options import to_assumptions
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
@@ -255,8 +255,7 @@ def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
         "tokens_per_s": scenario.batch.num_tokens / e.step_time_s,
         "tokens_per_s_per_gpu": scenario.batch.tokens_per_s_per_gpu(e.step_time_s, e.layout.world_size),
         "time": e.time.as_dict(),
-        "memory": Later(lambda: [rank.as_dict() for rank in e.memory]), "busiest_rank": e.busiest_rank,
-        "peak_bytes": e.peak_bytes,
+        "memory": [rank.as_dict() for rank in e.memory], "busiest_rank": e.busiest_rank, "peak_bytes": e.peak_bytes,
         "capacity_bytes": e.capacity_bytes, "step_time_range_s": intervals.step_time.around(e.step_time_s),
         "peak_range_bytes": intervals.peak_memory.around(e.peak_bytes),
     }  # fmt: skip

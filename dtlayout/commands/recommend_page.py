@@ -89,7 +89,7 @@ def _draw_steps(layouts: Sequence[JsonDocument]) -> str:
 def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
     """A bar for each layout: the components of its fullest rank, beside the capacity."""
     capacity = layouts[0]["capacity_bytes"]
-    fullest = [each["memory"].find()[each["busiest_rank"]] for each in layouts]
+    fullest = [each["memory"][each["busiest_rank"]] for each in layouts]
     bars = [
         Bar(f"{place}  {each['name']}", list(rank.values()), format_bytes(each["peak_bytes"], 1), capacity)
         for place, (each, rank) in enumerate(zip(layouts, fullest, strict=True), 1)

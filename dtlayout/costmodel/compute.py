@@ -366,6 +366,10 @@ def block_ep_s(scenario: Scenario, layout: Layout) -> float:
     return count * exchange_s(scenario, layout, size, experts.per_token)
 
 
+_FUSED_PASSES = 4
+"""Passes over the logits of a fused loss: one for each maximum, one for each sum, and two that make gradients."""
+
+
 def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """Times of head and loss: a matmul with the vocabulary, and the loss's passes over the logits.
 
@@ -376,7 +380,8 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     matmul = matmul_s(scenario, tokens, model.vocab_size / t, model.hidden_size)
     is_replicated = scenario.engine.features.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
-    loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
+    is_fused = scenario.engine.features.fuses_loss(kernels)
+    loss_s = pass_s(scenario, (_FUSED_PASSES * size if is_fused else constants.logit_traffic_bytes) * logits)
     trains = describe(model).head.trains
     forward_s, backward_s = matmul + loss_s / 2, (1 + trains) * matmul + loss_s / 2
     if find_kernel(LossKernel, kernels.loss).joins_matmul:

@@ -96,6 +96,8 @@ class Engine:
         values = {name: getattr(self.features, name) for name in CHOICES}
         if self.features.checkpointing != "megatron":
             del values["recompute_modules"]
+        if self.name == OWN_ENGINE:  # whose loss keeps logits of one chunk in fp32, compiled or not
+            del values["fused_loss"]
         return said | {name: (CHOICES[name].word(value), CHOICES[name].meaning) for name, value in values.items()}
 
     def with_constants_of(self, other: "Engine") -> "Engine":

@@ -58,6 +58,10 @@ CHOICES = {
     "cuda_graphs": ToldFeature(
         {word: word for word in ("none", "attention", "full")}, "kernels that the host starts all at once"
     ),
+    "fused_loss": ToldFeature(
+        {"never": "never", "beside-blocks": "beside blocks", "always": "always"},
+        "when the loss is fused, compiled or a kernel of Transformer Engine, and keeps no logits in fp32",
+    ),
     "recompute_modules": ToldFeature(
         {name: name for name in MODULES}, "the modules that selective recomputation computes again", takes_several=True
     ),
@@ -204,6 +208,9 @@ class Features:
     trainer does so, and predictions then count each tensor of its mixtures."""
     ep_dispatchers: tuple[str, ...] = ("alltoall",)
     """Values of `Layout.ep_dispatcher` that the program has, the usual one first."""
+    fused_loss: Literal["never", "beside blocks", "always"] = "never"
+    """When the loss keeps no logits in fp32: never, where blocks are compiled and the loss with them, or always. Under
+    fsdp2 torch.compile fuses it; else Transformer Engine does, whose gradient takes the place of the logits."""
     frees_logits: bool = False
     """True if the logits are freed before the gradient of a loss in plain PyTorch is computed."""
     fuses_swiglu: bool = False
@@ -258,6 +265,11 @@ class Features:
     def gradients(self) -> str:
         """Format of `gradient_bytes`."""
         return next(name for name, size in BYTES.items() if size == self.gradient_bytes)
+
+    def fuses_loss(self, kernels: Kernels) -> bool:
+        """Whether the loss is fused beside these kernels."""
+        compiles = kernels.compile in ("blocks", "model")
+        return self.fused_loss == "always" or (self.fused_loss == "beside blocks" and compiles)
 
     def find_untrained(self, model: ModelShape) -> list[tuple[str, Any, Any]]:
         """Key, value and default of each key of [model] that the program is predicted with, but cannot train.

@@ -20,7 +20,14 @@ from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, over
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.parameter_groups import NONE_APART, Apart, count_apart, list_trained
 from dtlayout.costmodel.recompute_modules import find_again
-from dtlayout.costmodel.scenario import Scenario, count_state_shards, format_sizes, fullest_share, tokens_of
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    count_state_shards,
+    format_sizes,
+    fullest_share,
+    tokens_of,
+)
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import NO_ATTENTION
 from dtlayout.models.families import block_tape, describe
@@ -347,9 +354,14 @@ def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
 
 
 def logit_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Logits, their fp32 copy, softmax and gradient at once; over t where the loss is vocabulary-parallel."""
+    """Logits, their fp32 copy, softmax and gradient at once; over t where the loss is vocabulary-parallel.
+
+    Of a fused loss the logits alone, whose place their gradient takes.
+    """
     constants, t = scenario.engine.constants, layout.tp
     logits = tokens_of(scenario, layout) * scenario.model.vocab_size
+    if scenario.engine.features.fused_loss == "always":
+        return activation_size(scenario) * logits / t
     if scenario.engine.features.loss == "vocab-parallel":
         return constants.logit_bytes * logits / t
     return (constants.logit_bytes + (constants.gathered_logit_bytes if t > 1 else 0.0)) * logits

@@ -1,7 +1,7 @@
 """Notes of published rows, read into the columns that a table lacks (docs/guide/sweep.md)."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dtlayout.costmodel.recompute_modules import MODULES
@@ -58,21 +58,26 @@ _NOTES = (
     _note(r"\btoken drop\b", drops_tokens=True),
 )  # fmt: skip
 """Words and what they say; of several that fill a cell, the first that a note has."""
+_SOURCES = (
+    _note(r"\bMegatron-Bridge\b", fused_loss="always"),  # cross_entropy_fusion_impl of its recipes
+    _note(r"^torchtitan repo$|\btorchtitan benchmarks/\w*_2024\d\d_", fused_loss="never"),  # which came in 2025
+)
+"""Words of a source and what they say, as `_NOTES`."""
 
 
-def read_note(note: str) -> dict[str, Any]:
-    """Column → value, for each column that a note speaks of.
+def read_note(note: str, source: str = "") -> dict[str, Any]:
+    """Column → value, for each column that a note speaks of, or the source that a row is from.
 
     >>> read_note("dispatcher deepep; no async TP")
     {'ep_dispatcher': 'deepep', 'tp_overlap': False}
     """
     cells: dict[str, Any] = {}
-    for found in _find(note):
+    for found in (*_find(_NOTES, note), *_find(_SOURCES, source)):
         cells = {**found, **cells}
     return cells
 
 
-def _find(note: str) -> Iterator[Found]:
-    for pattern, read in _NOTES:
-        if found := pattern.search(note):
+def _find(known: Iterable[_Note], text: str) -> Iterator[Found]:
+    for pattern, read in known:
+        if found := pattern.search(text):
             yield read(found)

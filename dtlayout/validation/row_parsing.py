@@ -35,7 +35,7 @@ def assume(cells: dict[str, Any]) -> tuple[str, ...]:
 
     Returns a sentence on each assumption.
     """
-    cells |= {name: value for name, value in read_note(cells["note"]).items() if cells[name] is None}
+    cells |= {name: value for name, value in read_note(cells["note"], cells["source"]).items() if cells[name] is None}
     changed = []
     if cells["engine"] == "megatron" and cells["kernel"] == KERNELS[_BEFORE_FLASH]:
         cells["engine"] = "megatron-2021"

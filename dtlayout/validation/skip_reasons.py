@@ -114,7 +114,7 @@ _REASONS: dict[str, Callable[[Cells], Any]] = {
     "tokens are dropped": lambda row: row["drops_tokens"],
     "experts are split by tp": lambda row: (row["expert_tp"] or 1) > 1,
     "recompute_modules {recompute_modules} are not known": lambda row: not _knows_modules(row),
-    "engine {engine} cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated": _has_no_choice,
+    f"engine {{engine}} cannot be told {' or '.join(CHOICES)} as stated": _has_no_choice,
     "engine {engine} has no schedule {schedule}": _has_no_schedule,
     "engine {engine} has no zero={zero} in pipelines": _has_no_zero,
     "schedule {schedule} is not known": lambda row: find_schedule(row) not in SCHEDULES,

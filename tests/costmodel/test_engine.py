@@ -289,7 +289,7 @@ def test_a_run_of_an_engine_can_be_told_its_choices_alone():
         megatron.told({"overlap_tp": "true", "cuda_graphs": "some"})
     assert caught.value.problems == [
         "engine megatron: overlap_tp=true is no choice of this engine; use one of overlap_dp, overlap_pp, cuda_graphs, "
-        "recompute_modules",
+        "fused_loss, recompute_modules",
         "engine megatron: cuda_graphs=some is unknown; use none or attention or full",
     ]
     with pytest.raises(InvalidConfig, match="engine dtlayout: overlap_dp=false is no choice of this engine; it has no"):
@@ -301,12 +301,15 @@ def test_what_a_prediction_assumes_of_an_engine_is_said_with_its_words():
     values = {name: value for name, (value, _) in megatron.assumptions(precision).items()}
     assert values == {
         "precision.reduce": "float32", "overlap_dp": "true", "overlap_pp": "false", "cuda_graphs": "none",
-        "recompute_modules": "core_attn",
+        "fused_loss": "never", "recompute_modules": "core_attn",
     }  # fmt: skip
     own, precision = find_engine("dtlayout", GPU).told_formats({"reduce": "bfloat16"})
     assert own.assumptions(precision)["precision.reduce"][0] == "bfloat16"
     assert set(values) == {"precision.reduce", *CHOICES}
     assert "recompute_modules" not in own.assumptions(precision), "torch's checkpoints know no modules"
+    assert "fused_loss" not in own.assumptions(precision), "its loss is one of its kernels"
+    titan, precision = find_engine("torchtitan", GPU).told_formats({})
+    assert titan.assumptions(precision)["fused_loss"][0] == "beside-blocks"
 
 
 def test_a_run_is_told_several_modules_at_once_in_any_order():

@@ -10,9 +10,11 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtlayout.costmodel.compute import head_time
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2.sizes import Sizes
+from dtlayout.costmodel.operators import pass_s
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.models.presets import find_preset
@@ -66,6 +68,65 @@ def predicted_bytes_a_logit(engine: str, layout: Layout) -> float:
 def test_the_loss_of_plain_pytorch_holds_what_is_predicted(engine, keeps_logits, known):
     held = bytes_a_logit(V, keeps_logits=keeps_logits)
     assert predicted_bytes_a_logit(engine, Layout(dp_shard=8)) == known == pytest.approx(held, rel=0.02)
+
+
+def bytes_kept_compiled(num_columns: int, to_logits=lambda own: own) -> float:
+    """Kept by autograd of a compiled loss for each of a rank's own logits, two numbers a token left out."""
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float(), targets)
+
+    kept = dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    logits = to_logits(torch.randn(T, num_columns, dtype=torch.bfloat16)).requires_grad_()
+    targets = torch.randint(V, (T,))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        torch.compile(loss)(logits, targets)
+    return sum(size for size in kept.values() if size > 16 * T) / (T * num_columns)
+
+
+def test_a_compiled_loss_keeps_the_logits_and_that_of_dtensors_a_softmax(mesh):
+    fused, never = Kernels(loss="torch", compile="blocks"), {"fused_loss": "never"}
+    whole, split = Layout(dp_shard=8), Layout(dp_shard=2, tp=TP)
+
+    def held(layout: Layout, kernels: Kernels = fused, **changes: str) -> float:
+        found = Sizes(scenario("torchtitan", **changes), layout, kernels)
+        return 2 * found.loss / found.logits
+
+    gradient, logits = 2, 2
+    assert bytes_kept_compiled(V) == logits and held(whole) == logits + gradient
+    with loss_parallel():
+        kept = bytes_kept_compiled(V // TP, lambda own: DTensor.from_local(own, mesh, [Shard(1)]))
+    assert kept == 4 and held(split) == kept + gradient
+    assert held(whole, **never) == held(whole, Kernels(loss="torch")) == 12
+    assert held(whole, Kernels(loss="torch"), fused_loss="always") == held(whole)
+
+
+def test_the_largest_tensor_of_a_fused_loss_is_the_logits():
+    layout, kernels = Layout(dp_shard=8, zero=3, recompute="full"), Kernels(loss="torch", compile="blocks")
+    eager = scenario("torchtitan", fused_loss="never")
+    (fused,), (plain,) = (Estimator(s).memory(layout, kernels) for s in (scenario("torchtitan"), eager))
+    share = eager.engine.constants.fragment_share
+    held, held_plain = (sum((each.activations, each.gradients, each.buffers)) for each in (fused, plain))
+    logits = 8192 * eager.model.vocab_size
+    assert fused.fragments == pytest.approx(2 * logits + share * held)
+    assert plain.fragments == pytest.approx(4 * logits + share * held_plain)
+
+
+def test_a_loss_of_transformer_engine_holds_the_logits_alone():
+    layout, kernels = Layout(dp_shard=4, tp=2), Kernels()
+    fused, plain = scenario("megatron", fused_loss="always"), scenario("megatron")
+    (own,), (other,) = (Estimator(s).memory(layout, kernels) for s in (fused, plain))
+    logits = 8192 * plain.model.vocab_size / 2
+    assert own.logits == 2 * logits and other.logits == plain.engine.constants.logit_bytes * logits
+    seconds = [head_time(s, layout, kernels).gpu_s for s in (fused, plain)]
+    passes = 8, plain.engine.constants.logit_traffic_bytes
+    assert seconds[1] - seconds[0] == pytest.approx(pass_s(plain, (passes[1] - passes[0]) * logits))
 
 
 def test_the_loss_of_dtensors_holds_a_softmax_more(mesh):

@@ -136,6 +136,14 @@ def test_what_some_options_say():
     assert read(f"{BASE}--external-cuda-graph").told["cuda_graphs"] == "attention"
     assert read(f"{BASE}--megatron-fsdp-grad-comm-dtype bf16").get("precision", "reduce") == "bfloat16"
     assert read(f"{BASE}--megatron-fsdp-grad-comm-dtype auto").get("precision", "reduce") is None
+    impl = "--cross-entropy-fusion-impl te"
+    assert read(f"{BASE}--cross-entropy-loss-fusion {impl}").told["fused_loss"] == "always"
+    for alone in (
+        impl,
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
+    ):
+        assert "fused_loss" not in read(BASE + alone).told
     latent = read(f"{BASE}--multi-latent-attention").get("model", "latent_attention")
     assert latent == {"query_rank": 0, "kv_rank": 32, "rope_width": 64, "value_width": 128}
     problems = read(f"{BASE}--exp-avg-dtype bf16").problems

@@ -93,7 +93,9 @@ def jobs(engine):
         yield (Layout(dp_shard=8),), {"reduce": "bfloat16", "told": {"overlap_dp": "false", "cuda_graphs": "full"}}
         yield (LAYOUTS["interleaved"],), {"compute": "float16", "told": {"overlap_pp": "false"}}
         yield (Layout(dp_shard=8),), {"told": {"cuda_graphs": "attention"}}
-        yield (LAYOUTS["zero2"],), {"told": {"recompute_modules": "core_attn+mlp"}}
+        yield (LAYOUTS["zero2"],), {"told": {"recompute_modules": "core_attn+mlp", "fused_loss": "always"}}
+    if engine == "torchtitan":
+        yield (Layout(dp_shard=8),), {"told": {"fused_loss": "always"}}
     for model in (QWEN, DEEPSEEK):
         yield (Layout(dp_shard=8, ep=8),), {"model": model}
         yield (replace(SPREAD, pp=1) if engine == "torchtitan" else SPREAD,), {"model": model}
@@ -128,6 +130,21 @@ def test_megatron_is_told_what_its_prediction_assumes():
     assert (again["recompute-granularity"], again["recompute-modules"]) == ("selective", ["core_attn", "mlp"])
     assert "recompute-modules" not in write("megatron", LAYOUTS["zero2"])[0], "core_attn is its default"
     assert "recompute-modules" not in write("megatron", LAYOUTS["dp"], told={"recompute_modules": "mlp"})[0]
+    assert "cross-entropy-fusion-impl" not in usual
+    fused, _ = write("megatron", LAYOUTS["dp"], told={"fused_loss": "always"})
+    assert fused["cross-entropy-fusion-impl"] == "te" and "cross-entropy-loss-fusion" in fused
+
+
+def test_torchtitan_is_told_what_is_compiled():
+    def compiled(kind: str, **told: str) -> tuple[bool, list[str] | None]:
+        options, _ = write("torchtitan", LAYOUTS["dp"], kernels=Kernels(compile=kind), told=told)
+        return options["compile.enable"], options.get("compile.components")
+
+    assert compiled("none") == (False, None)
+    assert compiled("blocks") == (True, None), "its default compiles the loss too"
+    assert compiled("blocks", fused_loss="never") == (True, ["model"])
+    assert compiled("none", fused_loss="always") == (True, ["loss"])
+    assert compiled("none", fused_loss="never") == (False, None)
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)

@@ -39,7 +39,8 @@ GIVEN: dict[str, dict[str, str]] = {
 }
 UNDERSTOOD: dict[str, dict[str, Any]] = {
     "bridge/saved.yaml": {
-        "gpus": (16, 0), "told": {"overlap_dp": "true"}, "model": LLAMA_8B | {"rope_scaling": SCALING},
+        "gpus": (16, 0), "told": {"overlap_dp": "true", "fused_loss": "always"},
+        "model": LLAMA_8B | {"rope_scaling": SCALING},
         "batch": {"seq_len": 4096, "global_batch": 256},
         "layout": {
             "tp": 2, "pp": 1, "cp": 2, "ep": 1, "cp_method": "all-to-all", "micro_batch": 2, "sequence_parallel": True,
@@ -65,7 +66,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "optimizer": ADAM | {"lr": 1e-4, "state_format": "bfloat16"},
     },
     "bridge/changes.yaml": {
-        "gpus": (0, 0), "told": {"overlap_dp": "true"}, "model": LLAMA_70B,
+        "gpus": (0, 0), "told": {"overlap_dp": "true", "fused_loss": "always"}, "model": LLAMA_70B,
         "batch": {"seq_len": 16384, "global_batch": 128},
         "layout": {
             "tp": 4, "pp": 4, "cp": 4, "cp_method": "ring", "micro_batch": 1, "sequence_parallel": True,
@@ -84,7 +85,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "sgd", "lr": 6e-4, "momentum": 0.95, "weight_decay": 0.0},
     },
     "bridge/zoo.yaml": {
-        "gpus": (0, 0), "told": {"overlap_dp": "true"},
+        "gpus": (0, 0), "told": {"overlap_dp": "true", "fused_loss": "always"},
         "model": EXPERTS | {
             "num_layers": 48, "experts": {"number": 128, "per_token": 8, "ffn_size": 768, "balance_loss": 0.0},
         },
@@ -107,7 +108,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16", "reduce": "bfloat16"}, "optimizer": {"name": "adamw", "lr": 1e-4},
     },
     "bridge/start.sh": {
-        "gpus": (16, 8), "told": {"overlap_dp": "true"}, "model": LLAMA_8B,
+        "gpus": (16, 8), "told": {"overlap_dp": "true", "fused_loss": "always"}, "model": LLAMA_8B,
         "batch": {"seq_len": 8192, "global_batch": 128},
         "layout": {
             "tp": 2, "pp": 1, "cp": 1, "micro_batch": 1, "sequence_parallel": True, "recompute": "selective",
@@ -116,7 +117,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16", "matmuls": "fp8-tensorwise"}, "optimizer": CLIPPED | {"lr": 2.5e-4},
     },
     "bridge/nodes.sh": {
-        "gpus": (16, 8), "told": {"overlap_dp": "true"},
+        "gpus": (16, 8), "told": {"overlap_dp": "true", "fused_loss": "always"},
         "model": QWEN | {
             "family": "qwen3", "qk_norm": True, "num_layers": 36, "hidden_size": 4096, "ffn_size": 12288,
             "num_heads": 32, "num_kv_heads": 8, "vocab_size": 151936,
@@ -128,7 +129,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"}, "optimizer": CLIPPED | {"lr": 1e-4},
     },
     "nemo2/recipe.yaml": {
-        "gpus": (32, 8), "told": {"overlap_dp": "true"}, "model": LLAMA_8B,
+        "gpus": (32, 8), "told": {"overlap_dp": "true", "fused_loss": "always"}, "model": LLAMA_8B,
         "batch": {"seq_len": 8192, "global_batch": 256},
         "layout": {
             "tp": 2, "pp": 2, "cp": 2, "ep": 1, "cp_method": "ring", "micro_batch": 2, "sequence_parallel": True,
@@ -151,7 +152,8 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bfloat16"}, "optimizer": ADAM | {"lr": 2e-4},
     },
     "nemo2/start.sh": {
-        "gpus": (128, 8), "told": {"overlap_dp": "true", "overlap_pp": "false"}, "model": LLAMA_70B,
+        "gpus": (128, 8), "told": {"overlap_dp": "true", "overlap_pp": "false", "fused_loss": "always"},
+        "model": LLAMA_70B,
         "batch": {"seq_len": 8192, "global_batch": 256},
         "layout": {
             "tp": 8, "pp": 4, "cp": 2, "cp_method": "ring", "micro_batch": 1, "sequence_parallel": True,
@@ -239,7 +241,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
     },
     "nemo2/changed.sh": {
         "gpus": (64, 8),
-        "told": {"overlap_dp": "true"},
+        "told": {"overlap_dp": "true", "fused_loss": "always"},
         "model": {
             "family": "llama", "num_layers": 32, "hidden_size": 4096, "ffn_size": 14336, "num_heads": 32,
             "vocab_size": 128256, "num_kv_heads": 8, "gated_ffn": True, "norm_eps": 1e-05, "tied_embeddings": False,

@@ -82,7 +82,8 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "optimizer": ADAMW | {"lr": 1.5e-4, "weight_decay": 0.05},
     },
     "llama3_405b.toml": {
-        "gpus": (512, 0), "model": {"name": "llama3.1-405b"}, "batch": {"seq_len": 16384, "global_batch": 32},
+        "gpus": (512, 0), "told": {"fused_loss": "always"}, "model": {"name": "llama3.1-405b"},
+        "batch": {"seq_len": 16384, "global_batch": 32},
         "layout": LAYOUT | {
             "dp_replicate": 2, "dp_shard": 16, "tp": 8, "cp": 2, "cp_method": "gather", "micro_batch": 1, "zero": 3,
             "recompute": "full", "offload": "optimizer",
@@ -210,6 +211,16 @@ def test_what_has_no_effect_is_said():
     assert copied.get("layout", "offload") == "none" and copied.num_gpus == 2
 
 
+@pytest.mark.parametrize(
+    ("components", "kind", "told"),
+    [("['model', 'loss']", "blocks", {}), ("['model']", "blocks", {"fused_loss": "never"}),
+     ("['loss']", "none", {"fused_loss": "always"}), ("[]", "none", {})],
+)  # fmt: skip
+def test_components_say_what_is_compiled(components, kind, told):
+    found = change("llama3_405b.toml", ('components = ["loss"]', f"components = {components}"))
+    assert found.get("kernels", "compile") == kind and found.told == told and not found.problems
+
+
 def test_what_is_predicted_otherwise_is_marked():
     def assumed(name: str, *pairs: tuple[str, str]) -> dict[str, str]:
         found = list_rows(change(name, *pairs, world=64 if "70b" in name else 0), "assumed")
@@ -223,7 +234,6 @@ def test_what_is_predicted_otherwise_is_marked():
     )
     rest = assumed("llama3_405b.toml")
     assert rest["quantize.linear.float8.filter_fqns"] == "predicted as if it named the head alone"
-    assert rest["compile.components = ['loss']"] == "blocks are not compiled"
     assert assumed("older.toml")["optimizer.implementation = foreach"] == "predicted as if it were not there"
     fp8 = ("all_gather = true", "all_gather = false")
     assert assumed("llama3_70b.toml", fp8)["quantize.linear.float8.enable_fsdp_float8_all_gather"] == (

@@ -8,6 +8,7 @@ import pytest
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import GIB
+from dtlayout.costmodel.engine_features import CHOICES
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -219,7 +220,7 @@ def test_columns_say_what_a_run_of_its_program_is_told(tmp_path):
     again = read(tmp_path, recompute="selective", recompute_modules="moe_act+layernorm").scenario.engine
     assert again.features.recompute_modules == ("layernorm", "moe_act")
     assert find_reasons(tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", overlap_dp="false") == (
-        "engine fsdp1 cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated",
+        f"engine fsdp1 cannot be told {' or '.join(CHOICES)} as stated",
     )
 
 
@@ -271,6 +272,26 @@ def test_notes_are_read_into_columns(note, cells):
     assert cells.items() <= found.items() and bool(found) == bool(cells)
 
 
+@pytest.mark.parametrize(
+    ("source", "fused"),
+    [
+        ("NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md", "always"),
+        ("pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md", "never"),
+        ("torchtitan repo", "never"),
+        ("pytorch/torchtitan benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md", None),
+    ],
+)
+def test_a_source_says_whether_its_loss_was_fused(source, fused):
+    assert read_note("", source).get("fused_loss") == fused
+
+
+def test_the_loss_of_a_source_is_what_the_run_is_told_and_a_column_goes_before_it(tmp_path):
+    source = "Megatron-Bridge docs"
+    assert read(tmp_path).scenario.engine.features.fused_loss == "never"
+    assert read(tmp_path, source=source).scenario.engine.features.fused_loss == "always"
+    assert read(tmp_path, source=source, fused_loss="never").scenario.engine.features.fused_loss == "never"
+
+
 def test_modules_of_a_note_are_what_the_run_is_told_and_a_column_goes_before_it(tmp_path):
     note = "recompute modules mla_up_proj+mlp; dropless"
     run = read(tmp_path, recompute="", note=note)
@@ -290,7 +311,7 @@ def test_modules_that_nobody_knows_are_a_reason_in_a_note_and_an_error_in_a_colu
         read(tmp_path, recompute="selective", recompute_modules="gdn_norm_out")
     assert find_reasons(
         tmp_path, engine="fsdp1", pp="1", dp="16", virtual_stages="1", recompute="selective", recompute_modules="mlp"
-    ) == ("engine fsdp1 cannot be told overlap_dp, overlap_pp, cuda_graphs or recompute_modules as stated",)
+    ) == (f"engine fsdp1 cannot be told {' or '.join(CHOICES)} as stated",)
 
 
 def test_a_row_that_leaves_recomputation_or_offload_open_does_not_tell_what_memory_holds(tmp_path):

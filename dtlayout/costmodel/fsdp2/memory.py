@@ -66,7 +66,7 @@ def fragment_bytes(
         scenario.engine.constants.fragment_share,
         (MemoryKind.GRADIENTS, MemoryKind.ACTIVATIONS, MemoryKind.BUFFERS),
     )
-    largest = Sizes(scenario, layout, kernels).exact_logits if has_head else 0.0
+    largest = Sizes(scenario, layout, kernels).largest_of_loss if has_head else 0.0
     return largest + share * sum(held[part] for part in comes_and_goes)
 
 

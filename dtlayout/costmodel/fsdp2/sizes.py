@@ -273,12 +273,16 @@ class Sizes:
         """Logits that a softcap keeps for its backward; 0 where forward computes the gradients."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
         num_own, num_exact = 2, loss.num_exact  # the gradient comes in the place of one that is exact
-        if num_exact > 1:
+        if num_exact > 1 and features.fuses_loss(kernels):
+            # Autograd keeps the logits and two numbers a token, or of DTensors the logarithmic softmax alone.
+            num_own, num_exact = (1, 1) if self.is_split and features.dtensor_activations else (2, 0)
+        elif num_exact > 1:
             num_own = 0 if features.frees_logits else 1
             num_exact += self.is_split and features.dtensor_activations  # the softmax, on the way to its gradient
-        self.exact_logits = self.exact_element * columns * at_once
-        """The largest tensor of the loss: logits that are there at once, in the exact format."""
-        self.loss = early + num_own * self.logits + num_exact * self.exact_logits + self.capped
+        exact_logits = self.exact_element * columns * at_once
+        self.largest_of_loss = exact_logits if num_exact else self.logits
+        """The largest tensor of the loss: logits that are there at once, in the exact format where any are."""
+        self.loss = early + num_own * self.logits + num_exact * exact_logits + self.capped
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property

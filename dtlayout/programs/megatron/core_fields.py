@@ -24,7 +24,7 @@ _SAME: Mapping[str, str] = {
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
     "cp_comm_type": "--cp-comm-type", "recompute_granularity": "--recompute-granularity",
     "recompute_method": "--recompute-method", "recompute_num_layers": "--recompute-num-layers",
-    "fp8": "--fp8-format", "fp8_recipe": "--fp8-recipe",
+    "cross_entropy_fusion_impl": "--cross-entropy-fusion-impl", "fp8": "--fp8-format", "fp8_recipe": "--fp8-recipe",
     "fp4": "--fp4-format", "fp4_recipe": "--fp4-recipe", "cuda_graph_impl": "--cuda-graph-impl",
     "cuda_graph_scope": "--cuda-graph-scope", "num_moe_experts": "--num-experts",
     "moe_router_topk": "--moe-router-topk", "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
@@ -91,7 +91,7 @@ IGNORED: Mapping[str, str] = {
 }  # fmt: skip
 """Subject of fields that change no prediction here → a pattern of their names."""
 OTHERWISE = (
-    r".*_fusion|cross_entropy_fusion_impl|persist_layer_norm|memory_efficient_layer_norm|delay_wgrad_compute|fp8_(wgrad|param)"
+    r".*_fusion|persist_layer_norm|memory_efficient_layer_norm|delay_wgrad_compute|fp8_(wgrad|param)"
     r"|defer_embedding_wgrad_compute|wgrad_deferral_limit|num_layers_at_(start|end)_in_bf16|first_last_layers_bf16"
     r"|use_transformer_engine_.*|use_te_.*|disable_parameter_transpose_cache|cuda_graph_(use|retain)_.*|tp_only_amax_red"
     r"|fused_.*|use_fused_.*|mla_down_proj_fusion|moe_shared_expert_overlap|overlap_p2p_comm_warmup_flush"
@@ -124,6 +124,7 @@ def list_fields(at: Callable[[str], str], left_out: Sequence[str] = ()) -> list[
     """Rules of Megatron-Core's fields, whose dotted names `at` says; without those of some names."""
     rules = [same(at(name), option) for name, option in _SAME.items() if name not in left_out]
     rules += [flag(at(name), option) for name, option in _FLAGS.items() if name not in left_out]
+    rules.append(flag(at("cross_entropy_loss_fusion"), "--cross-entropy-loss-fusion", default=True))
     rules += [opposite(at(name), option) for name, option in _OPPOSITES.items() if name not in left_out]
     own: Mapping[str, Callable[[str], Naming]] = {
         "num_query_groups": _name_groups, "overlap_p2p_comm": lambda name: name_overlap(name, at),

@@ -129,6 +129,16 @@ def read_engine(reader: MegatronOptions) -> None:
     if sends_bf16 or (reader.has(comm) and reader.options[comm] == ["bf16"]):
         reader.note("precision", {"reduce": "bfloat16"}, "--grad-reduce-in-bf16" if sends_bf16 else comm)
     _read_graphs(reader)
+    _read_loss(reader)
+
+
+def _read_loss(reader: MegatronOptions) -> None:
+    """Note a loss of Transformer Engine; other fused ones are predicted as none."""
+    option = "--cross-entropy-fusion-impl"
+    if reader.options.get(option) == ["te"] and reader.has("--cross-entropy-loss-fusion"):
+        reader.has(option)
+        reader.found.told["fused_loss"] = "always"
+        reader.note_row("engine fused_loss=always", "--cross-entropy-loss-fusion", option)
 
 
 def _read_graphs(reader: MegatronOptions) -> None:

@@ -10,6 +10,7 @@ from dtlayout.programs.understood import Row, Understood
 
 FLAGS = frozenset((
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--add-qkv-bias", "--bf16",
+    "--cross-entropy-loss-fusion",
     "--disable-bias-linear", "--enable-cuda-graph", "--external-cuda-graph", "--fp16", "--grad-reduce-in-bf16",
     "--group-query-attention", "--moe-enable-deepep", "--moe-layer-recompute", "--moe-router-enable-expert-bias",
     "--moe-router-pre-softmax",

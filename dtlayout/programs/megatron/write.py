@@ -97,7 +97,7 @@ def _choose(job: Job) -> tuple[list[str], list[str]]:
     if job.scenario.precision.matmul_format and matmuls not in MATMULS:
         gaps.append(f"precision.matmuls={matmuls} is nothing that it has: bf16 is written instead")
     groups = [
-        _degrees(job), _expert_parallel(job), _data_parallel(job), recompute, _formats(job), _graphs(job),
+        _degrees(job), _expert_parallel(job), _data_parallel(job), recompute, _formats(job), _graphs(job), _loss(job),
         MATMULS.get(matmuls, ()), ["--attention-backend", backend],
     ]  # fmt: skip
     return [word for group in groups for word in group], gaps + unknown
@@ -270,6 +270,12 @@ def _formats(job: Job) -> list[str]:
     if job.scenario.precision.compute == "float16":
         return ["--fp16"]
     return ["--bf16", *["--grad-reduce-in-bf16"] * (job.scenario.engine.features.reduce_bytes == 2)]
+
+
+def _loss(job: Job) -> list[str]:
+    """Arguments for a loss of Transformer Engine."""
+    is_fused = job.scenario.engine.features.fused_loss == "always"
+    return ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"] * is_fused
 
 
 def _graphs(job: Job) -> list[str]:

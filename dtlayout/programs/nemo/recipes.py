@@ -132,7 +132,7 @@ def list_recipe(recipe: BridgeRecipe) -> dict[tuple[str, str], Any]:
         ("mixed_precision", "bf16"): True, ("mixed_precision", "grad_reduce_in_fp32"): True,
         ("optimizer", "optimizer"): "adam", ("optimizer", "lr"): 3e-4, ("optimizer", "weight_decay"): 0.1,
         ("optimizer", "adam_beta1"): 0.9, ("optimizer", "adam_beta2"): 0.95, ("optimizer", "adam_eps"): 1e-8,
-        ("optimizer", "clip_grad"): 1.0,
+        ("optimizer", "clip_grad"): 1.0, ("model", "cross_entropy_fusion_impl"): "te",
     }  # fmt: skip
     if recipe.virtual:
         fields["model", "virtual_pipeline_model_parallel_size"] = recipe.virtual

@@ -54,12 +54,12 @@ class BlocksReader(OptionReader):
 
     def read_kernels(self) -> None:
         """Compiled blocks, and the options that take effect only then."""
-        parts = self.value("compile.components", several)
-        compiles = (self.value("compile.enable", yes) or False) and (parts is None or "model" in parts)
+        parts, is_on = self.value("compile.components", several), self.value("compile.enable", yes) or False
+        compiles = is_on and (parts is None or "model" in parts)
         kind, name = "blocks" if compiles else "none", f"{_P}enable_async_tensor_parallel"
         self.put_or_default("kernels", {"compile": kind}, "compile.enable", "its default")
-        if self.value("compile.enable", yes) and not compiles:
-            self.found.ignore(self.show("compile.components"), "blocks are not compiled", "assumed")
+        if is_on and parts is not None and compiles != ("loss" in parts):
+            self.tell("fused_loss", "never" if compiles else "always", self.show("compile.components"))
         if self.found.get("layout", "tp_overlap") and self.tp == 1:
             self.take_back("layout", {"tp_overlap": False}, name, "tp is 1")
         elif self.found.get("layout", "tp_overlap") and not compiles:

@@ -107,10 +107,12 @@ def choose_options(job: Job) -> tuple[dict[str, Any], list[str]]:
     if not job.model.experts:
         options["parallelism.expert_parallel_degree"] = None
     parallelism, unknown = _parallelism(job)
+    kernels, features = job.estimate.kernels, job.scenario.engine.features
+    compiled = ["model"] * (kernels.compile != "none") + ["loss"] * features.fuses_loss(kernels)
     options |= {
         "training.local_batch_size": job.sequences_at_once,
         "training.global_batch_size": job.scenario.batch.global_batch, **parallelism, **_recompute(layout.recompute),
-        "compile.enable": job.estimate.kernels.compile != "none",
+        "compile.enable": bool(compiled), "compile.components": compiled if len(compiled) == 1 else None,
         "model.converters": [f"quantize.linear.{name}" for name in {each.split(".")[0] for each in quantize}] or None,
         **dict.fromkeys(f"quantize.linear.{each}" for known in CONVERTERS.values() for each in known),
         **{f"quantize.linear.{each}": value for each, value in quantize.items()},
