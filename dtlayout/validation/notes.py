@@ -60,6 +60,7 @@ _NOTES = (
 """Words and what they say; of several that fill a cell, the first that a note has."""
 _SOURCES = (
     _note(r"\bMegatron-Bridge\b", fused_loss="always"),  # cross_entropy_fusion_impl of its recipes
+    _note(r"\bperf-activation-recompute\b", state_format="bfloat16"),  # Moonlight's recipe, by its optimizer
     _note(r"^torchtitan repo$|\btorchtitan benchmarks/\w*_2024\d\d_", fused_loss="never"),  # which came in 2025
 )
 """Words of a source and what they say, as `_NOTES`."""

@@ -285,6 +285,12 @@ def test_a_source_says_whether_its_loss_was_fused(source, fused):
     assert read_note("", source).get("fused_loss") == fused
 
 
+def test_a_source_says_the_format_of_its_optimizers_state(tmp_path):
+    source = "Megatron-Bridge/blob/main/skills/nemo-mbridge-perf-activation-recompute/SKILL.md"
+    assert read(tmp_path, source=source).scenario.optimizer.state_format == "bfloat16"
+    assert read(tmp_path, source="Megatron-Bridge docs").scenario.optimizer.state_format == ""
+
+
 def test_the_loss_of_a_source_is_what_the_run_is_told_and_a_column_goes_before_it(tmp_path):
     source = "Megatron-Bridge docs"
     assert read(tmp_path).scenario.engine.features.fused_loss == "never"
