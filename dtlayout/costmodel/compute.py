@@ -187,7 +187,7 @@ class RankMatmul(NamedTuple):
     frozen: float
     """Outputs whose weights are frozen."""
     casts: bool
-    """Whether it computes in `Precision.matmuls`."""
+    """True if it computes in `Precision.matmuls`."""
     place: int
     """Place of its entry on the block's tape, of the first one where several are fused."""
 

@@ -94,10 +94,9 @@ class Engine:
         if self.features.default_params != Precision().params:
             said["precision.params"] = (precision.params, "the format of the parameters that the optimizer updates")
         values = {name: getattr(self.features, name) for name in CHOICES}
-        if self.features.checkpointing != "megatron":
-            del values["recompute_modules"]
-        if self.name == OWN_ENGINE:  # whose loss keeps logits of one chunk in fp32, compiled or not
-            del values["fused_loss"]
+        for name in ("fused_loss", "recompute_modules"):  # which mean nothing where there is no choice
+            if name not in self.features.choices:
+                del values[name]
         return said | {name: (CHOICES[name].word(value), CHOICES[name].meaning) for name, value in values.items()}
 
     def with_constants_of(self, other: "Engine") -> "Engine":

@@ -267,7 +267,7 @@ class Features:
         return next(name for name, size in BYTES.items() if size == self.gradient_bytes)
 
     def fuses_loss(self, kernels: Kernels) -> bool:
-        """Whether the loss is fused beside these kernels."""
+        """True if the loss is fused beside these kernels."""
         compiles = kernels.compile in ("blocks", "model")
         return self.fused_loss == "always" or (self.fused_loss == "beside blocks" and compiles)
 
@@ -300,6 +300,10 @@ class Features:
                 values[name] = CHOICES[name].find(word)
             except InvalidConfig as error:
                 problems += [f"{name}={problem}" for problem in error.problems]
+        if values.get("fused_loss") == "beside blocks" and "blocks" not in self.kernels.compile:
+            problems.append(
+                "fused_loss=beside-blocks has no effect: this engine compiles no blocks; use never or always"
+            )
         if problems:
             raise InvalidConfig(problems)
         return replace(self, **values)

@@ -31,7 +31,7 @@ def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list
     return describe([
         *_check_axes(engine, layout),
         *_check_dispatcher(engine, layout),
-        *_check_ep_overlap(layout),
+        *_check_ep_overlap(engine, layout),
         *check_schedule(engine, layout.schedule),
         *check_zero(engine, layout.zero, layout.pp),
         *check_recompute(engine, layout.recompute, model),
@@ -114,14 +114,19 @@ def _show_modules(engine: Engine) -> str:
 
 
 def _check_modules(engine: Engine, model: ModelShape) -> list[Refusal]:
-    """The model has parts of which modules are made that the program does not take without them."""
-    modules = [name for name in engine.features.recompute_modules if MODULES[name].is_refused]
+    """The model has parts of which one of the modules is made, and those that the program takes no module without."""
+    modules = engine.features.recompute_modules
+    if modules == USUAL_MODULES:
+        return []
+    missing = find_missing(modules, list_parts(model))
+    has_none = len(missing) == len(modules)
     return [
         Refusal(
             "recompute_modules", f"recompute_modules={name} needs {parts}, and {model.name} has none",
             f"leave {name} out of recompute_modules",
         )
-        for name, parts in (find_missing(modules, list_parts(model)) if modules else {}).items()
+        for name, parts in missing.items()
+        if has_none or MODULES[name].is_refused
     ]  # fmt: skip
 
 
@@ -418,17 +423,24 @@ def _check_dispatcher(engine: Engine, layout: Layout) -> list[Refusal]:
     return [_lack(engine, f"layout.ep_dispatcher={layout.ep_dispatcher}", f"use layout.ep_dispatcher={known[0]}")]
 
 
-def allows_ep_overlap(recompute: str, is_interleaved: bool) -> bool:
-    """Whether tokens can be exchanged beside another microbatch; a pipeline has one where it interleaves stages."""
-    asked = Recompute.parse(recompute)
-    return is_interleaved and (asked.every == 0 or asked.is_selective)
+def allows_ep_overlap(engine: Engine, recompute: str, is_interleaved: bool) -> bool:
+    """Whether tokens can be exchanged beside another microbatch; a pipeline has one where it interleaves stages.
+
+    What exchanges them once more in backward has no microbatch beside it.
+    """
+    asked, features = Recompute.parse(recompute), engine.features
+    exchanges_again = features.checkpointing == "megatron" and "moe" in features.recompute_modules
+    return is_interleaved and (asked.every == 0 or (asked.is_selective and not exchanges_again))
 
 
-def _check_ep_overlap(layout: Layout) -> list[Refusal]:
+def _check_ep_overlap(engine: Engine, layout: Layout) -> list[Refusal]:
     """There is another microbatch to compute meanwhile, and nothing that computes it again as a whole."""
     is_interleaved = not layout.is_pipelined or layout.virtual_stages > 1
-    if not layout.overlaps_ep or allows_ep_overlap(layout.recompute, is_interleaved):
+    if not layout.overlaps_ep or allows_ep_overlap(engine, layout.recompute, is_interleaved):
         return []
+    if is_interleaved and Recompute.parse(layout.recompute).is_selective:
+        what = "layout.ep_overlap beside recompute_modules=moe: tokens that go again in backward overlap with nothing"
+        return [Refusal("ep_overlap", what, "use ep_overlap=false, or leave moe out of recompute_modules")]
     what = "layout.ep_overlap takes interleaved stages in a pipeline, and no full recomputation"
     return [Refusal("ep_overlap", what, "use ep_overlap=false, or virtual_stages=2 and recompute=selective")]
 

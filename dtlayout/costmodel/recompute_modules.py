@@ -184,14 +184,23 @@ def list_parts(model: ModelShape) -> set[BlockPart]:
     """Parts that blocks of a model have."""
     parts = set[BlockPart]()
     for kind, _ in model.kinds(range(model.num_layers)):
-        has = {
-            "attention": describe(kind).attention is not NO_ATTENTION,
-            "latent attention": kind.latent_attention is not None,
-            "experts": kind.experts is not None, "dense feed-forward": kind.experts is None,
-            "shared expert": kind.experts is not None and kind.experts.shared_ffn_size > 0,
-        }  # fmt: skip
-        parts |= {part for part, there in has.items() if there}  # type: ignore[misc]
+        parts |= name_parts(
+            attends=describe(kind).attention is not NO_ATTENTION, is_latent=kind.latent_attention is not None,
+            has_experts=kind.experts is not None, has_dense=kind.experts is None,
+            is_shared=kind.experts is not None and kind.experts.shared_ffn_size > 0,
+        )  # fmt: skip
     return parts
+
+
+def name_parts(
+    *, attends: bool, is_latent: bool, has_experts: bool, has_dense: bool, is_shared: bool
+) -> set[BlockPart]:
+    """Words for the parts that are there; `is_shared` is true of a shared expert."""
+    has: dict[BlockPart, bool] = {
+        "attention": attends, "latent attention": is_latent, "experts": has_experts, "dense feed-forward": has_dense,
+        "shared expert": is_shared,
+    }  # fmt: skip
+    return {part for part, there in has.items() if there}
 
 
 def find_missing(modules: Iterable[str], parts: Collection[BlockPart]) -> dict[str, str]:

@@ -56,7 +56,9 @@ class StageWork(NamedTuple):
     @classmethod
     def add(cls, stages: Iterable["StageWork"]) -> "StageWork":
         """All of the work of a rank with these stages."""
-        return cls(*map(sum, zip(*stages, strict=True)))
+        parts = list(zip(*stages, strict=True))
+        assert parts, "a rank without stages has no work"
+        return cls(*map(sum, parts))
 
 
 class BlocksWork:

@@ -183,8 +183,9 @@ class BestFirstSearch:
             return False
         layout, kernels = times.candidate.layout, times.candidate.cost.kernels
         least = prefer(bound_s, least_bytes, layout, self._capacity_bytes)
-        if any(each.time_s <= bound_s and each.preference < least for each in self._fitting_in_group[group]):
-            return False
+        for each in self._fitting_in_group[group]:
+            if each.time_s <= bound_s and each.preference < least and each.peak_bytes <= least_bytes:
+                return False
         return not self._is_dominated(TimedLayout(bound_s, least_bytes, least_bytes, layout, kernels, group))
 
     def _is_dominated(self, timed: TimedLayout) -> bool:
@@ -225,7 +226,7 @@ class BestFirstSearch:
                 has_faster = self._has_faster(self._group_of(layout, each[1].mapping), each[0])
                 (set_aside if has_faster else taken).append(each)
         if set_aside:
-            self._set_aside.append(node._replace(payload=(parent, set_aside)))
+            self._set_aside.append(node._replace(serial=next(self._serials), payload=(parent, set_aside)))
         return taken
 
     def _add_update(self, node: SearchNode) -> None:
@@ -266,7 +267,7 @@ class BestFirstSearch:
                 num_misfits += mapping.num_shardings
         self._count("does not fit", num_misfits)
         if set_aside:
-            self._set_aside.append(node._replace(payload=(cost, set_aside)))
+            self._set_aside.append(node._replace(serial=next(self._serials), payload=(cost, set_aside)))
 
     def _count(self, reason: Reason, number: int) -> None:
         self.counts[reason] += number

@@ -157,7 +157,7 @@ class BlockClasses:
         """
         found, (block_s, head_s) = [], self._least_s(block_class)
         for recompute in self.space.recompute:
-            allows_overlap = allows_ep_overlap(recompute, True)
+            allows_overlap = allows_ep_overlap(self.space.scenario.engine, recompute, True)
             layouts = tuple([
                 replace(each, recompute=recompute)
                 for each in block_class.layouts

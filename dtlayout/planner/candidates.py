@@ -130,7 +130,7 @@ class Candidates:
         return bound_s + least_update_s(self._sent(mapping), m, hidden_s)
 
     def may_fit(self, block: BlockBytes, mapping: StepMapping, layout: PipelineLayout) -> bool:
-        """Whether any state sharding of a mapping may fit, where a microbatch holds no less than these bytes."""
+        """True if any state sharding of a mapping may fit, where a microbatch holds no less than these bytes."""
         pipeline, allowed = self._pipelines(mapping, layout), self.allowed_bytes
         held_bytes = self.peaks.held_bytes(block, pipeline.in_flight)
         return all(held + state <= allowed for held, state in zip(held_bytes, pipeline.least_state_bytes, strict=True))

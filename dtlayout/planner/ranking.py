@@ -94,7 +94,10 @@ def is_dominated(timed: TimedLayout, better: TimedLayout) -> bool:
 
 @cache
 def _parts_of(kind: LayoutKind) -> frozenset[str]:
-    """Names of what is on in layouts of a kind beside data parallelism: axes, virtual stages and recomputation."""
+    """Names of what is on in layouts of a kind beside data parallelism: axes, virtual stages and recomputation.
+
+    Virtual stages are a part where the schedule cannot do without them.
+    """
     parts = [*kind.axes, "recompute"] if kind.recompute != "none" else [*kind.axes]
     has_virtual_stages = kind.schedule and find_schedule(kind.schedule).least_virtual_stages > 1
     return frozenset([*parts, "virtual stages"] if has_virtual_stages else parts)
@@ -113,11 +116,14 @@ def choose_best(
 ) -> list[RankedLayout]:
     """The best `top` layouts, one of each group: among all within a tie of the fastest left, the preferred one.
 
-    Layouts that take more than `max_slowdown` times the fastest of all are left out. So are layouts that are dominated
-    by one ranked before them, and groups of which the preferred layout, within a tie of the group's fastest, is.
+    Layouts that take more than `max_slowdown` times the fastest of all are left out, and those that are slower than a
+    tie with the fastest of their group. So are layouts that are dominated by one ranked before them, and groups of
+    which the preferred layout is.
     """
     left = sorted(timed, key=attrgetter("time_s"))
     left = [each for each in left if each.time_s <= max_slowdown * left[0].time_s]
+    fastest_of = dict[Hashable, float]()
+    left = [each for each in left if each.time_s <= (1 + TIE) * fastest_of.setdefault(each.group, each.time_s)]
     stands_for = _find_preferred(left) if dominance is not no_dominance else {}
     best: list[RankedLayout] = []
     while left and len(best) < top:
@@ -132,11 +138,10 @@ def choose_best(
 
 
 def _find_preferred(timed: Sequence[TimedLayout]) -> dict[Hashable, TimedLayout]:
-    """Group → the preferred of its layouts within a tie of its fastest; they come with the fastest first."""
-    fastest_s, preferred = dict[Hashable, float](), dict[Hashable, TimedLayout]()
+    """Group → the preferred of its layouts."""
+    preferred = dict[Hashable, TimedLayout]()
     for each in timed:
-        if each.time_s <= (1 + TIE) * fastest_s.setdefault(each.group, each.time_s):
-            preferred[each.group] = min(preferred.get(each.group, each), each, key=attrgetter("preference"))
+        preferred[each.group] = min(preferred.get(each.group, each), each, key=attrgetter("preference"))
     return preferred
 
 

@@ -260,7 +260,8 @@ class Space:
     def exchanges(self, ep: int, *, is_interleaved: bool, recompute: str) -> list[tuple[bool, str]]:
         """Values of ep_overlap and ep_dispatcher, the usual ones first: further ones where they make a difference."""
         overlaps = self.choose("ep_overlap", (False, True) if ep > 1 and self.has_axis("ep_overlap") else (False,))
-        legal = [each for each in overlaps if not each or ep == 1 or allows_ep_overlap(recompute, is_interleaved)]
+        is_allowed = ep == 1 or allows_ep_overlap(self.scenario.engine, recompute, is_interleaved)
+        legal = [each for each in overlaps if not each or is_allowed]
         known = self.scenario.engine.features.ep_dispatchers if ep > 1 else (_OFF.ep_dispatcher,)
         leaves_links = ep > self.scenario.cluster.gpus_linked
         return list(product(legal, self.choose("ep_dispatcher", known if leaves_links else known[:1])))

@@ -393,13 +393,17 @@ def _list_names(of: "type[Kernels | OpenKernels]", key: str) -> list[Any]:
     return [*([AUTO] if getattr(of, key) == AUTO else []), *(_NO_KERNELS.get(key) or KERNELS[key])]
 
 
+def _is_known(key: str, value: Any) -> bool:
+    return isinstance(value, str) and key in KERNELS and value in KERNELS[key]
+
+
 def _check_names(kernels: "Kernels | OpenKernels") -> None:
     """InvalidConfig with a line for each key whose value is unknown."""
     of = type(kernels)
     refuse([
         Refusal(name, f"kernels.{name}={value!r} is unknown", f"use one of {_list_names(of, name)}")
         for name, value in vars(kernels).items()
-        if value not in (_NO_KERNELS.get(name) or KERNELS[name]) and value not in _list_names(of, name)
+        if not _is_known(name, value) and value not in _list_names(of, name)
     ])  # fmt: skip
 
 

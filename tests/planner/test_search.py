@@ -105,7 +105,11 @@ def rank_all(estimates, top, alike=group_of, max_slowdown=inf, dominance=lambda 
     for e in estimates:
         if e.step_time_s <= max_slowdown * fastest:
             groups[alike(e.layout) if top > 1 else None].append(e)
-    best, preferred = [], {group: choose_in_tie(own) for group, own in groups.items()}
+    fastest_of = {group: min(e.step_time_s for e in own) for group, own in groups.items()}
+    groups = {
+        group: [e for e in own if e.step_time_s <= (1 + TIE) * fastest_of[group]] for group, own in groups.items()
+    }
+    best, preferred = [], {group: min(own, key=preference) for group, own in groups.items()}
     while groups and len(best) < top:
         best.append(choose_in_tie([e for own in groups.values() for e in own]))
         ranked = alike(best[-1].layout) if top > 1 else None

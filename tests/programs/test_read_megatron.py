@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from megatron_jobs import check_modules
+from megatron_jobs import check_choices
 from program_files import ROUND_TRIPS, check_understood, compare_job
 from program_jobs import LAYOUTS, job_of
 
@@ -312,7 +312,7 @@ def compare(job: Job, found: Understood) -> None:
     if any("precision.matmuls" in gap for gap in gaps):
         differ |= {"matmuls"}
     compare_job(job, found, differ)
-    check_modules(job, found)
+    check_choices(job, found)
 
 
 DIVISORS = st.sampled_from([1, 2, 4])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given
-from megatron_jobs import check_modules, draw_jobs, list_differences, list_options
+from megatron_jobs import check_choices, draw_jobs, list_differences, list_options
 from program_files import ROUND_TRIPS, check_any_value, check_rows, check_understood, compare_job
 
 from dtlayout.base.errors import InvalidConfig
@@ -303,7 +303,7 @@ def test_what_is_written_is_read_back(job):
     features = job.scenario.engine.features
     assert found.told["overlap_dp"] == str(features.overlap_dp).lower() or layout.dp == 1
     assert found.told.get("cuda_graphs", "none") == features.cuda_graphs
-    check_modules(job, found)
+    check_choices(job, found)
     if layout.virtual_stages > 1:
         assert found.told.get("overlap_pp", "true") == str(features.overlap_pp).lower()
 

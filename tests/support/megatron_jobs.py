@@ -24,7 +24,7 @@ FORMATS: list[dict[str, str]] = [
 ]  # fmt: skip
 TOLD: list[dict[str, str]] = [
     {}, {"overlap_dp": "false"}, {"overlap_pp": "false"}, {"cuda_graphs": "full"}, {"recompute_modules": "mlp"},
-    {"recompute_modules": "core_attn+layernorm+moe"},
+    {"recompute_modules": "core_attn+layernorm+moe"}, {"fused_loss": "always"},
 ]  # fmt: skip
 
 
@@ -67,8 +67,9 @@ def list_options(job: Job) -> dict[str, list[str] | None] | None:
     return dict.fromkeys(CHOSEN) | {name: values for name, *values in words}
 
 
-def check_modules(job: Job, found: Understood) -> None:
-    """Fail unless a job's modules of selective recomputation were read back, and none of another recomputation."""
+def check_choices(job: Job, found: Understood) -> None:
+    """Fail unless a job's loss and its modules of selective recomputation were read back, and no other modules."""
+    assert found.told.get("fused_loss", "never") == job.scenario.engine.features.fused_loss
     is_selective = job.layout.effective.recompute == "selective"
     own = job.scenario.engine.features.recompute_modules if is_selective else USUAL_MODULES
     assert CHOICES["recompute_modules"].find(found.told.get("recompute_modules", *USUAL_MODULES)) == own

@@ -275,7 +275,7 @@ def test_notes_are_read_into_columns(note, cells):
 @pytest.mark.parametrize(
     ("source", "fused"),
     [
-        ("NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md", "always"),
+        ("NVIDIA-NeMo/Megatron-Bridge performance summary", "always"),
         ("pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md", "never"),
         ("torchtitan repo", "never"),
         ("pytorch/torchtitan benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md", None),
@@ -286,7 +286,7 @@ def test_a_source_says_whether_its_loss_was_fused(source, fused):
 
 
 def test_a_source_says_the_format_of_its_optimizers_state(tmp_path):
-    source = "Megatron-Bridge/blob/main/skills/nemo-mbridge-perf-activation-recompute/SKILL.md"
+    source = "Megatron-Bridge skills/nemo-mbridge-perf-activation-recompute"
     assert read(tmp_path, source=source).scenario.optimizer.state_format == "bfloat16"
     assert read(tmp_path, source="Megatron-Bridge docs").scenario.optimizer.state_format == ""
 

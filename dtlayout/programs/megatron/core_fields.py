@@ -52,6 +52,7 @@ _FLAGS: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
 }  # fmt: skip
 """Field that is true where an option is there → the option."""
 _OPPOSITES: Mapping[str, str] = {
@@ -124,7 +125,6 @@ def list_fields(at: Callable[[str], str], left_out: Sequence[str] = ()) -> list[
     """Rules of Megatron-Core's fields, whose dotted names `at` says; without those of some names."""
     rules = [same(at(name), option) for name, option in _SAME.items() if name not in left_out]
     rules += [flag(at(name), option) for name, option in _FLAGS.items() if name not in left_out]
-    rules.append(flag(at("cross_entropy_loss_fusion"), "--cross-entropy-loss-fusion", default=True))
     rules += [opposite(at(name), option) for name, option in _OPPOSITES.items() if name not in left_out]
     own: Mapping[str, Callable[[str], Naming]] = {
         "num_query_groups": _name_groups, "overlap_p2p_comm": lambda name: name_overlap(name, at),

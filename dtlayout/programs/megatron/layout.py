@@ -8,7 +8,7 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.costmodel.engine_features import JOINT
-from dtlayout.costmodel.recompute_modules import MODULES, USUAL_MODULES, BlockPart, find_missing
+from dtlayout.costmodel.recompute_modules import MODULES, USUAL_MODULES, find_missing, name_parts
 from dtlayout.programs.megatron.options import MegatronOptions
 from dtlayout.programs.megatron.write import CONTEXT, SHARDED
 from dtlayout.programs.options import ask_for, positive, string, whole
@@ -238,20 +238,14 @@ def _note_modules(reader: MegatronOptions, modules: tuple[str, ...] | None) -> N
     model = reader.found.tables.get("model", {})
     if "num_layers" not in model:
         return
-    for name, parts in find_missing(modules, _list_parts(model)).items():
+    experts = model.get("experts") or {}
+    has = name_parts(
+        attends=True, is_latent=bool(model.get("latent_attention")), has_experts=bool(experts),
+        has_dense=not experts or bool(experts.get("dense_layers")), is_shared=bool(experts.get("shared_ffn_size")),
+    )  # fmt: skip
+    for name, parts in find_missing(modules, has).items():
         if not MODULES[name].is_refused:
             reader.found.ignore(f"{reader.call(_MODULES)} {name}", f"the model has no {parts}", "no effect")
-
-
-def _list_parts(model: Mapping[str, Any]) -> set[BlockPart]:
-    """Parts that blocks of a model that was read have."""
-    experts = model.get("experts") or {}
-    has: dict[BlockPart, Any] = {
-        "attention": True, "latent attention": model.get("latent_attention"), "experts": experts,
-        "shared expert": experts.get("shared_ffn_size"),
-        "dense feed-forward": not experts or experts.get("dense_layers"),
-    }  # fmt: skip
-    return {part for part, there in has.items() if there}
 
 
 def _choose_blocks(

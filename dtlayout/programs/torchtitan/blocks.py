@@ -60,6 +60,8 @@ class BlocksReader(OptionReader):
         self.put_or_default("kernels", {"compile": kind}, "compile.enable", "its default")
         if is_on and parts is not None and compiles != ("loss" in parts):
             self.tell("fused_loss", "never" if compiles else "always", self.show("compile.components"))
+        elif compiles and self.release == "0.0":
+            self.tell("fused_loss", "never", "", "it compiles the loss since 2025")
         if self.found.get("layout", "tp_overlap") and self.tp == 1:
             self.take_back("layout", {"tp_overlap": False}, name, "tp is 1")
         elif self.found.get("layout", "tp_overlap") and not compiles:
