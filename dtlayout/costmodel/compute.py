@@ -44,6 +44,9 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Recompute
 
+_FUSED_PASSES = 4
+"""Passes over the logits of a fused loss: one for each maximum, one for each sum, and two that make gradients."""
+
 _MAXIMUM_BYTES = 4.0
 """A largest number in fp32."""
 _SUM_BYTES = 4.0
@@ -364,10 +367,6 @@ def block_ep_s(scenario: Scenario, layout: Layout) -> float:
     size = copied_bytes(scenario, layout, experts) / experts.per_token
     count = count_exchanges(scenario, Recompute.parse("none")).forward
     return count * exchange_s(scenario, layout, size, experts.per_token)
-
-
-_FUSED_PASSES = 4
-"""Passes over the logits of a fused loss: one for each maximum, one for each sum, and two that make gradients."""
 
 
 def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:

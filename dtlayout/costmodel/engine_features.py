@@ -271,6 +271,11 @@ class Features:
         compiles = kernels.compile in ("blocks", "model")
         return self.fused_loss == "always" or (self.fused_loss == "beside blocks" and compiles)
 
+    def routes_again(self, recompute: Recompute) -> bool:
+        """True if backward computes routers again, and sends tokens to their experts again."""
+        selects_mixture = self.checkpointing == "megatron" and "moe" in self.recompute_modules
+        return recompute.every > 0 and (not recompute.is_selective or selects_mixture)
+
     def find_untrained(self, model: ModelShape) -> list[tuple[str, Any, Any]]:
         """Key, value and default of each key of [model] that the program is predicted with, but cannot train.
 

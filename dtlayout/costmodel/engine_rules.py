@@ -424,13 +424,11 @@ def _check_dispatcher(engine: Engine, layout: Layout) -> list[Refusal]:
 
 
 def allows_ep_overlap(engine: Engine, recompute: str, is_interleaved: bool) -> bool:
-    """Whether tokens can be exchanged beside another microbatch; a pipeline has one where it interleaves stages.
+    """True if tokens can be exchanged beside another microbatch; a pipeline has one where it interleaves stages.
 
     What exchanges them once more in backward has no microbatch beside it.
     """
-    asked, features = Recompute.parse(recompute), engine.features
-    exchanges_again = features.checkpointing == "megatron" and "moe" in features.recompute_modules
-    return is_interleaved and (asked.every == 0 or (asked.is_selective and not exchanges_again))
+    return is_interleaved and not engine.features.routes_again(Recompute.parse(recompute))
 
 
 def _check_ep_overlap(engine: Engine, layout: Layout) -> list[Refusal]:

@@ -81,12 +81,6 @@ def modules_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: Bl
     return recompute_s, sent_s + (block.forward_ep_s if _exchanges(again) else 0.0)
 
 
-def routes_again(scenario: Scenario, recompute: Recompute) -> bool:
-    """True if the host reads again in backward where tokens go: their router is computed again."""
-    features = scenario.engine.features
-    return not recompute.is_selective or (features.checkpointing == "megatron" and "moe" in features.recompute_modules)
-
-
 def _sum_at(places: Collection[int], values: list[float]) -> float:
     return sum([value for place, value in enumerate(values) if place in places])
 

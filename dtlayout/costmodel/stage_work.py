@@ -21,7 +21,7 @@ from dtlayout.costmodel.comm import message_s
 from dtlayout.costmodel.compute import BlockTime, count_more_starts, host_s, weight_starts_share
 from dtlayout.costmodel.forward_only import find_differentiated, find_forward_only, has_forward_only
 from dtlayout.costmodel.offload import exposed_s, kept_copy_s
-from dtlayout.costmodel.recomputation import recompute_time, routes_again
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
@@ -80,7 +80,7 @@ class BlocksWork:
         """Least time that the host needs for a block, forward and backward; `split_host_s` says how much for each."""
         self.block_host_weight_s = weight_starts_share(self.model) * self.block_host_s
         """Part of `block_host_s` for the gradients of weights."""
-        self._routes_again = routes_again(scenario, recompute)
+        self._routes_again = scenario.engine.features.routes_again(recompute)
         self._copies = [
             kept_copy_s(of_kind, layout, kernels) if layout.offloads_activations else (0.0, 0.0)
             for of_kind in scenario.kinds.values()

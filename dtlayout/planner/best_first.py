@@ -172,11 +172,11 @@ class BestFirstSearch:
         heappush(self._queue, SearchNode(bound_s, next(self._serials), refinement, payload))
 
     def _has_faster(self, group: Hashable, bound_s: float) -> bool:
-        """Whether a layout of the group fits that is surely faster."""
+        """True if a layout of the group fits that is surely faster."""
         return bound_s > (1 + TIE) * self._fastest_s.get(group, inf)
 
     def _may_be_ranked(self, times: StepTimes, sharding: StateSharding, bound_s: float) -> bool:
-        """Whether a layout may be ranked for its group: none that fits is surely faster or preferred to it, and none of
+        """True if a layout may be ranked for its group: none that fits is surely faster or preferred to it, and none of
         the best surely dominates it."""
         group, least_bytes = self._group_of_times(times), times.candidate.least_bytes[sharding]
         if self._has_faster(group, bound_s):
@@ -189,7 +189,7 @@ class BestFirstSearch:
         return not self._is_dominated(TimedLayout(bound_s, least_bytes, least_bytes, layout, kernels, group))
 
     def _is_dominated(self, timed: TimedLayout) -> bool:
-        """Whether a layout is dominated for certain, whose time and bytes are the least that it takes.
+        """True if a layout is surely dominated. Its time and bytes are given as the least that it can take.
 
         Only layouts beside which another of their group fits that is no slower: were this one preferred to the other,
         both would be dominated, since one that is not needs less memory, in whole percents. So it changes nothing that

@@ -32,7 +32,6 @@ LEAST_SPARED = 0.05
 
 _AXES = ("tp", "pp", "cp", "ep")
 
-
 Preference = tuple[Any, ...]
 """Sort key of tied layouts: the preferred one has the smallest."""
 
@@ -86,7 +85,7 @@ def no_dominance(timed: TimedLayout, better: TimedLayout) -> bool:
 
 
 def is_dominated(timed: TimedLayout, better: TimedLayout) -> bool:
-    """Whether a layout has all parts that a better one has, and spares no memory."""
+    """True if a layout has all parts that a better one has, and spares no memory."""
     return timed.peak_bytes > (1 - LEAST_SPARED) * better.peak_bytes and (
         _parts_of(LayoutKind.of(better.layout)) <= _parts_of(LayoutKind.of(timed.layout))
     )

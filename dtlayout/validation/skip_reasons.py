@@ -72,7 +72,7 @@ def _lacks_ranks(cells: Cells) -> bool:
 
 
 def _knows_modules(cells: Cells) -> bool:
-    """Whether all recompute modules are known that a note names; a column is checked where it is read."""
+    """True if a note names no recompute module that is unknown; a column is checked where it is read."""
     return not cells["recompute_modules"] or {*cells["recompute_modules"].split(JOINT)} <= MODULES.keys()
 
 

@@ -58,18 +58,23 @@ def test_one_rank_is_this_process_and_a_whole_layout_says_the_ranks(files, monke
     assert started[1][-3:] == ["dtlayout.launch", str(files.config), "--layout.dp_shard=1"]
 
 
-def interrupt_at(beginning: str, files: TinyFiles, environment: dict[str, str]) -> list[str]:
-    """Lines of two ranks' training that gets a Ctrl-C at each line with this beginning, and ends as stopped."""
-    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", "2"]
+def interrupt_at(
+    beginning: str, files: TinyFiles, environment: dict[str, str], *arguments: str, ranks: int = 2, repeats: int = 1
+) -> list[str]:
+    """Lines of a training that gets one Ctrl-C, at the line that is the `repeats`-th with this beginning, and ends as
+    stopped."""
+    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", str(ranks), *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout
-    lines = []
+    lines, num_found = [], 0
     for line in process.stdout:
         lines.append(line.rstrip())
         if line.startswith(beginning):
-            process.send_signal(signal.SIGINT)
+            num_found += 1
+            if num_found == repeats:
+                process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 3, lines
     return lines
 
@@ -171,21 +176,11 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_while_ranks_still_import_ends_with_one_plain_line(files, tmp_path, ranks):
     (tmp_path / "sitecustomize.py").write_text(WAITS)
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "dtlayout", "train", str(files.config), "--ranks", ranks, "--layout.dp_shard=-1"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout
-    lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        if lines.count("importing") == int(ranks) and line == "importing\n":
-            process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 3, lines
+    lines = interrupt_at("importing\n", files, environment, "--layout.dp_shard=-1", ranks=ranks, repeats=ranks)
     (said,) = [line for line in lines if not line.startswith(("checking ", "starting ", "importing", "Ctrl-C again"))]
     assert said == "stopped before the first step: all is as it was"
 

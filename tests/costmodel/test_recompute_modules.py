@@ -1,6 +1,7 @@
 """Modules that Megatron computes again: what each frees and costs, from the shapes of its tensors."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from small import MODEL, ROUND, US
@@ -12,7 +13,7 @@ from dtlayout.costmodel.engine_features import Features
 from dtlayout.costmodel.engine_rules import check_recompute, find_layout_lacks
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.memory import KeptBytes, block_bytes_per_token
-from dtlayout.costmodel.recomputation import recompute_time, routes_again
+from dtlayout.costmodel.recomputation import recompute_time
 from dtlayout.costmodel.recompute_modules import MODULES, find_again, find_missing, list_parts
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.traffic import rank_tape
@@ -208,10 +209,12 @@ def test_modules_send_again_what_their_branches_and_their_experts_send():
 
 
 def test_a_router_that_is_computed_again_makes_the_host_read_again():
-    selective, full = Recompute.parse("selective"), Recompute.parse("full")
-    assert routes_again(scenario(MIXTURE, "moe"), selective) and routes_again(scenario(MIXTURE), full)
-    assert not routes_again(scenario(MIXTURE, "moe_act"), selective)
-    assert not routes_again(scenario(MIXTURE, "moe", checkpointing="torch"), selective)
+    def routes_again(*modules: str, recompute: str = "selective", **features: Any) -> bool:
+        return scenario(MIXTURE, *modules, **features).engine.features.routes_again(Recompute.parse(recompute))
+
+    assert routes_again("moe") and routes_again(recompute="full")
+    assert not routes_again("moe_act") and not routes_again("moe", recompute="none")
+    assert not routes_again("moe", checkpointing="torch")
     settings = [scenario(MIXTURE, name) for name in ("moe", "shared_experts")]
     waiting = [
         replace(each, engine=each.engine.with_constants(routing_wait_s=0.03, expert_wait_s=0.0)) for each in settings

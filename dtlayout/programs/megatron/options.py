@@ -10,12 +10,11 @@ from dtlayout.programs.understood import Row, Understood
 
 FLAGS = frozenset((
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--add-qkv-bias", "--bf16",
-    "--cross-entropy-loss-fusion",
-    "--disable-bias-linear", "--enable-cuda-graph", "--external-cuda-graph", "--fp16", "--grad-reduce-in-bf16",
-    "--group-query-attention", "--moe-enable-deepep", "--moe-layer-recompute", "--moe-router-enable-expert-bias",
-    "--moe-router-pre-softmax",
-    "--multi-latent-attention", "--no-overlap-p2p-communication", "--overlap-grad-reduce",
-    "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--quick-geglu",
+    "--cross-entropy-loss-fusion", "--disable-bias-linear", "--enable-cuda-graph", "--external-cuda-graph", "--fp16",
+    "--grad-reduce-in-bf16", "--group-query-attention", "--moe-enable-deepep", "--moe-layer-recompute",
+    "--moe-router-enable-expert-bias", "--moe-router-pre-softmax", "--multi-latent-attention",
+    "--no-overlap-p2p-communication", "--overlap-grad-reduce", "--overlap-moe-expert-parallel-comm",
+    "--overlap-param-gather", "--qk-layernorm", "--quick-geglu",
     "--recompute-activations", "--sequence-parallel", "--swiglu", "--tp-comm-overlap",
     "--untie-embeddings-and-output-weights", "--use-custom-fsdp", "--use-distributed-optimizer", "--use-flash-attn",
     "--use-megatron-fsdp", "--use-precision-aware-optimizer", "--use-rope-scaling",
